@@ -1,0 +1,122 @@
+"""Splitting a layer's batch into micro-batches, and the proof that it may be split.
+
+All micro-batches of a step go through a layer while its weights are there, so weights cross once per layer and not once per
+micro-batch. Which arguments carry the batch is not guessed from their names: a tensor whose leading size is the number of
+rows is sliced, the rest is passed whole. That can be wrong (a layer that mixes rows, a leading axis that is something else),
+so before a layer is first split, its output for two rows is compared with its outputs for each row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Kernels round differently for another batch size; a row that is mixed up is off by a factor, not by a rounding.
+_PROOF_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+class MicroBatchError(ValueError):
+    """This layer's batch cannot be split into micro-batches."""
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Slices of the rows, and which of the input leaves they apply to."""
+
+    slices: tuple[slice, ...]
+    batched: frozenset[int]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], rows: int | None, micro_batch_size: int | None) -> RowSplit:
+        """`rows` None (outside a model's forward) or a micro-batch of all rows means a single micro-batch."""
+        if rows is None or micro_batch_size is None or micro_batch_size >= rows:
+            return cls((slice(None),), frozenset())
+        slices = tuple(slice(i, min(i + micro_batch_size, rows)) for i in range(0, rows, micro_batch_size))
+        return cls(slices, frozenset(i for i, leaf in enumerate(leaves) if _leading(leaf) == rows))
+
+    def take(self, leaves: Sequence[Any], rows: slice) -> list[Any]:
+        return [leaf[rows] if i in self.batched else leaf for i, leaf in enumerate(leaves)]
+
+
+def _leading(leaf: Any) -> int | None:
+    return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+
+
+def prove_split(
+    run: Callable[[slice], tuple[list[torch.Tensor], Any]], split: RowSplit, name: str
+) -> tuple[bool, ...]:
+    """For each tensor that the layer makes: True if it is batched (joined by rows), False if every micro-batch makes it whole.
+
+    Args:
+        run: one run of the layer on the given rows, in evaluation mode, without gradients.
+        name: how to call the layer in the error.
+
+    Raises:
+        MicroBatchError: the outputs for two rows are not the outputs for each row.
+    """
+    if not split.batched:
+        raise MicroBatchError(_refusal(name, "none of its inputs has the batch as its leading axis"))
+    try:
+        both, first, second = (run(rows)[0] for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise MicroBatchError(_refusal(name, f"it fails on one or two rows of the batch ({error})")) from error
+    if not len(both) == len(first) == len(second):
+        raise MicroBatchError(_refusal(name, "it returns more or fewer tensors for one row than for two"))
+    return tuple(_is_batched(two, a, b, name) for two, a, b in zip(both, first, second, strict=True))
+
+
+def _is_batched(two: torch.Tensor, a: torch.Tensor, b: torch.Tensor, name: str) -> bool:
+    if two.dim() and two.shape[1:] == a.shape[1:] == b.shape[1:] and len(two) == len(a) + len(b):
+        if _close(two, torch.cat([a, b])):
+            return True
+    elif two.shape == a.shape == b.shape and _close(two, a) and _close(two, b):
+        return False
+    raise MicroBatchError(_refusal(name, "its output for two rows is not its outputs for each row"))
+
+
+def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    if not got.is_floating_point():
+        return torch.equal(got, want)
+    wide = torch.float64 if got.dtype == torch.float64 else torch.float32
+    # Masked entries may be infinite on both sides.
+    difference = torch.where(got == want, 0, got.to(wide) - want.to(wide)).norm()
+    scale = torch.where(want.isfinite(), want, 0).to(wide).norm()
+    return bool(difference <= _PROOF_TOLERANCE[got.dtype] * scale + 1e-6)
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"{name} cannot be run in micro-batches: {reason}. Set micro_batch_size to None (the whole batch at once)."
+
+
+class Join:
+    """Puts the tensors that the micro-batches make together on `home`, writing each where it belongs as it comes."""
+
+    def __init__(self, split: RowSplit, batched: Sequence[bool], home: torch.device) -> None:
+        self._slices, self._batched, self._home = split.slices, batched, home
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, index: int, made: Sequence[torch.Tensor]) -> None:
+        """`made` by micro-batch `index`; they must be added in order."""
+        if index == 0:
+            self.tensors = [self._first(i, tensor) for i, tensor in enumerate(made)]
+        assert len(made) == len(self.tensors), "a micro-batch made another number of tensors"
+        if len(self._slices) > 1:
+            for i, tensor in enumerate(made):
+                if self._batched[i]:
+                    self.tensors[i][leading_rows(self._slices[index], len(tensor))].copy_(tensor)
+
+    def _first(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        if len(self._slices) == 1 or not self._batched[i]:
+            return tensor.to(self._home)
+        first, last = self._slices[0], self._slices[-1]
+        length = len(tensor) // (first.stop - first.start) * last.stop
+        return torch.empty((length, *tensor.shape[1:]), dtype=tensor.dtype, device=self._home)
+
+
+def leading_rows(rows: slice, length: int) -> slice:
+    """Where a micro-batch's tensor of leading size `length` lies in the joined one ([B*S, E] has S lines a row)."""
+    per_row = length // (rows.stop - rows.start)
+    return slice(rows.start * per_row, rows.stop * per_row)

@@ -1,0 +1,1 @@
+"""Joins `weights` and `autograd` onto a transformers model."""

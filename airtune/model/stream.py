@@ -1,0 +1,180 @@
+"""The handle of a streamed model: its layers' forwards are ours until `close`.
+
+No wrapper modules: only `forward` on each decoder-layer instance is replaced, so that parameter names, PEFT's keys and
+transformers' own code stay what they are. transformers drives everything; this only says, for each call of a layer, how many
+rows the batch has and whether a cache may reach it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from airtune.autograd.streamed_layer import Direction, StreamedLayer
+from airtune.model.recording import TransformersRecording
+from airtune.weights.residency import Residency
+
+_PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The start of a visit: layer `index` of `count` (from 0), in the forward or the backward pass."""
+
+    direction: Direction
+    index: int
+    count: int
+
+
+class Stream:
+    """What `airtune.load` leaves on a model; `airtune.stream_of(model)` finds it.
+
+    Attributes:
+        observers: called with a `Visit` at the start of every layer visit.
+        micro_batch_size: rows that go through a layer at once; None for the whole batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], residency: Residency) -> None:
+        self.observers: list[Callable[[Visit], None]] = []
+        self._model, self._residency = model, residency
+        self._rows: int | None = None
+        self._signature = inspect.signature(type(model).forward)
+        self._takes_use_cache = any(
+            name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD
+            for name, parameter in self._signature.parameters.items()
+        )
+        self._undo: list[Callable[[], None]] = []
+        recording = TransformersRecording()
+        self._layers = [
+            StreamedLayer(module, path, module.forward, _LayerWeights(self, i), recording, keep_graph=i == len(layers) - 1)
+            for i, (path, module) in enumerate(layers.items())
+        ]
+        for layer in self._layers:
+            layer.module.forward = _Forward(self, layer)  # type: ignore[method-assign]
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
+            model.register_forward_hook(self._leave_model, always_call=True),
+        ]
+        _STREAMS[model] = self
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        return self._layers[0].micro_batch_size
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, rows: int | None) -> None:
+        if rows is not None and rows < 1:
+            raise ValueError(f"micro_batch_size must be at least 1 row, or None for the whole batch; got {rows}")
+        for layer in self._layers:
+            layer.micro_batch_size = rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers compute; the model itself says cpu, which is where its inputs and outputs live."""
+        return self._residency.device
+
+    def counters(self) -> dict[str, float]:
+        """Totals since `load`: bytes_read, bytes_copied, stall_s, compute_s, visits, cache_hits."""
+        return asdict(self._residency.counters)
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Have `close` call `undo`, before what was registered earlier."""
+        self._undo.append(undo)
+
+    def close(self) -> None:
+        """Take everything of ours off the model. Its layers are then without weights: reload it with transformers."""
+        if _STREAMS.pop(self._model, None) is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self._layers:
+            del layer.module.forward
+        while self._undo:
+            self._undo.pop()()
+        self._residency.close()
+
+    def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._trains():
+            # The recompute would append to a cache a second time: right loss, wrong gradients.
+            args = tuple(None if isinstance(a, Cache) else a for a in args)
+            kwargs = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
+            if "use_cache" in kwargs:
+                kwargs["use_cache"] = False
+        rows = self._rows
+        if not torch.is_grad_enabled() and not all(isinstance(v, _PLAIN) for v in (*args, *kwargs.values())):
+            rows = None  # a cache holds all rows: the batch stays together
+        return layer(args, kwargs, rows)
+
+    @contextmanager
+    def visit(self, index: int, direction: Direction) -> Iterator[object]:
+        for observer in self.observers:
+            observer(Visit(direction, index, len(self._layers)))
+        with self._residency.visit(index, direction) as held:
+            yield held
+
+    def _enter_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = self._signature.bind_partial(model, *args, **kwargs).arguments
+        given = {**given.get("kwargs", {}), **given}
+        batch = given.get("input_ids")
+        batch = given.get("inputs_embeds") if batch is None else batch
+        self._rows = len(batch) if isinstance(batch, torch.Tensor) else None
+        # Some models keep their state on themselves rather than in a cache object.
+        if self._trains() and self._takes_use_cache:
+            kwargs = {**kwargs, "use_cache": False}
+        return args, kwargs
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters())
+
+    def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._rows = None
+
+
+class _Forward:
+    """Stands where a layer's `forward` was."""
+
+    def __init__(self, stream: Stream, layer: StreamedLayer) -> None:
+        self._stream, self._layer = stream, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stream.run_layer(self._layer, args, kwargs)
+
+
+class _LayerWeights:
+    """One layer's side of the residency, as the autograd room wants it."""
+
+    def __init__(self, stream: Stream, index: int) -> None:
+        self._stream, self._index = stream, index
+
+    @property
+    def device(self) -> torch.device:
+        return self._stream.device
+
+    def visit(self, direction: Direction) -> Any:
+        return self._stream.visit(self._index, direction)
+
+
+_STREAMS: weakref.WeakKeyDictionary[nn.Module, Stream] = weakref.WeakKeyDictionary()
+
+
+def stream_of(model: nn.Module) -> Stream:
+    """The stream of a model that `airtune.load` returned, also through a PeftModel around it.
+
+    Raises:
+        ValueError: the model is not streamed (any more).
+    """
+    for module in model.modules():
+        if module in _STREAMS:
+            return _STREAMS[module]
+    raise ValueError(f"this {type(model).__name__} is not streamed; get one from airtune.load")

@@ -1,0 +1,1 @@
+"""Uses a built model: data, training, evaluation, tracking."""

@@ -1,0 +1,318 @@
+"""transformers' Trainer for a model whose weights visit the accelerator and leave again.
+
+The loop is the Trainer's own: order of rows, schedule, clipping, callbacks, resume. This subclass changes
+what is wrong for a streamed adapter run, and nothing else:
+
+    placement    the model says `cpu` and stays there; nobody moves it, wraps it or casts it
+    loss         L = sum over the step of -log p(y) / supervised tokens of the step. With batches k of n_k
+                 tokens and N = sum n_k that is sum_k (n_k / N) mean_k: each batch's own mean times its share.
+                 A model need not know about accumulation for this, and its auxiliary losses are averaged
+    evaluation   total NLL / total tokens of the whole set, not a mean of batch means; logits are never made
+    faults       no supervised token, or a loss or gradient that is not finite: stop before the optimizer
+    files        adapter, optimizer and state only; written whole, renamed when complete
+
+It gives up several processes, autocast and label smoothing (which needs every logit of every token at once).
+
+Shape legend: B rows, S positions.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+
+from airtune.model.adapter_io import atomic_folder, load_adapter, save_adapter, write_adapter
+from airtune.run.tracking import StepMeter
+
+logger = logging.getLogger(__name__)
+
+IGNORED_LABEL = -100
+Batch = dict[str, Tensor]
+
+
+class TokenRows(Protocol):
+    """A dataset of {"input_ids", "labels"}, two sequences of int of equal length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Sequence[int]]: ...
+
+
+_REFUSED = {
+    "activation_checkpointing": "streaming recomputes each layer already",
+    "bf16": "the base computes in the dtype it was loaded in and adapters in fp32",
+    "fp16": "the base computes in the dtype it was loaded in and adapters in fp32",
+    "bf16_full_eval": "the model is never cast",
+    "fp16_full_eval": "the model is never cast",
+    "torch_compile": "layers are wrapped one by one",
+    "use_liger_kernel": "it replaces forwards that streaming wraps",
+    "auto_find_batch_size": "memory is bounded by the stream's budgets",
+    "label_smoothing_factor": "the loss is computed without ever holding all logits",
+    "push_to_hub": "push the folder `adapter` when the run is over",
+}
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; its text is complete. The adapter is as it was after the last whole step."""
+
+
+def supervised_tokens(labels_BS: Tensor) -> int:
+    """How many tokens of a batch are predicted: from position 1 on, since nothing precedes position 0."""
+    return int((labels_BS[:, 1:] != IGNORED_LABEL).sum())
+
+
+class StreamedTrainer(Trainer):
+    """Trains the adapter of a streamed (or resident) causal language model.
+
+    Args:
+        model: a PeftModel on the CPU, or whose layers visit an accelerator by themselves.
+        args: `use_cpu=True` is required. `per_device_train_batch_size` is the rows of one optimizer step.
+        train_dataset: rows of {"input_ids", "labels"}; `data_collator` makes {"input_ids", "labels",
+            "attention_mask"}, each int64 [B, S].
+        eval_dataset: the same, for `eval_loss`.
+        callbacks: further transformers callbacks.
+        counters: cumulative counters of the stream; their growth within each step is logged with it.
+
+    Raises:
+        ValueError: an argument that cannot be honoured beside streaming.
+        TrainingError: from `train()`, before the optimizer step, when the step must not be taken.
+    """
+
+    # `compute_loss` divides by the tokens of the whole step: the Trainer must not divide again.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PeftModel,
+        args: TrainingArguments,
+        *,
+        train_dataset: TokenRows,
+        data_collator: Callable[[Sequence[Mapping[str, Sequence[int]]]], Batch],
+        eval_dataset: TokenRows | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        counters: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        refuse_unsupported(args)
+        if args.gradient_accumulation_steps > 1:
+            logger.warning(_ACCUMULATION, args.gradient_accumulation_steps, args.gradient_accumulation_steps)
+        self.meter = StepMeter(counters)
+        self.run_dir = Path(args.output_dir or "")
+        self._peft_model = model
+        self._train_rows = train_dataset
+        self._step_batches: list[Batch] = []
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=[self.meter, *callbacks],
+        )
+        # Both write to the terminal in the Trainer's own way, over the progress that is shown inside a step.
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+
+    # Placement: the model is where it has to be.
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: `.to()` would reach for weights that are not there."""
+
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, object]:
+        return super()._build_accelerator_args(**kwargs) | {"device_placement": False}
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """0: counted from parameters, and frozen ones are placeholders without a size."""
+        return 0
+
+    # One step.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], int | None]:
+        """The batches of one optimizer step and their supervised tokens; an error if a batch has none."""
+        self.meter.begin()
+        batches: list[Batch] = super().get_batch_samples(epoch_iterator, num_batches, device)[0]
+        self._step_batches = batches
+        for batch in batches:
+            if supervised_tokens(batch["labels"]) == 0:
+                raise TrainingError(
+                    f"step {self._step}: {self._rows([batch])} have no supervised token, so nothing to "
+                    "learn. Look at learn_on and max_length, or take the rows out"
+                )
+        supervised = sum(supervised_tokens(batch["labels"]) for batch in batches)
+        self.meter.count(tokens=sum(map(_tokens, batches)), supervised_tokens=supervised)
+        return batches, supervised
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, object]:
+        """The batch's mean loss; in training, times its share of the step's `num_items_in_batch` tokens."""
+        loss, outputs = self._mean_loss(model, inputs)
+        if num_items_in_batch is not None:
+            if not math.isfinite(loss.item()):
+                raise TrainingError(
+                    f"step {self._step}: the loss is {loss.item()} for {self._rows([inputs])}. {_ADVICE}"
+                )
+            loss = loss * (supervised_tokens(inputs["labels"]) / num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _mean_loss(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, object]:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return loss, outputs
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+        # The Trainer asks for it after clipping and before the optimizer: the last moment to stop.
+        norm: Tensor | float = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(float(norm)):
+            raise TrainingError(
+                f"step {self._step}: the loss is finite but the gradient's norm is {float(norm)} for "
+                f"{self._rows(self._step_batches)}. {_ADVICE}"
+            )
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens, seconds and the stream's counters to the line of a step, then logs it everywhere."""
+        logs.pop("total_flos", None)
+        if "loss" in logs:
+            logs |= self.meter.take()
+        super().log(logs, start_time)
+
+    # Evaluation.
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Batch],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Mean NLL over all supervised tokens of `dataloader`, and their number."""
+        self._peft_model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        nll, total = 0.0, 0
+        # A data loader draws a seed for its workers: without the fork, evaluating would change later dropout.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for inputs in dataloader:
+                if count := supervised_tokens(inputs["labels"]):
+                    nll += count * self._mean_loss(self._peft_model, inputs)[0].item()
+                    total += count
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        if total == 0:
+            raise TrainingError("the evaluation rows have no supervised token")
+        if not math.isfinite(nll):
+            logger.error("The evaluation loss is %s; training goes on, its own losses are finite", nll)
+        metrics = {f"{metric_key_prefix}_loss": nll / total, f"{metric_key_prefix}_tokens": total}
+        return EvalLoopOutput(np.empty(0), None, metrics, self.num_examples(dataloader))
+
+    # Files.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The verified adapter, in `output_dir` or else in the run's folder `adapter`."""
+        folder = Path(output_dir) if output_dir else self.run_dir / "adapter"
+        save_adapter(self._peft_model, folder, trained=self.state.global_step > 0)
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        step = self.state.global_step
+        target = self.run_dir / f"checkpoint-{step}"
+        self.store_flos()
+        self._keep_best(target)
+        with atomic_folder(target) as folder:
+            # A warm-up starts at learning rate 0: after one step the adapter may rightly be what it was.
+            write_adapter(self._peft_model, folder, trained=step > 1)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(str(folder))
+                self._save_rng_state(str(folder))
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        logger.info("Saved %s", target)
+        rotate_checkpoints(
+            str(self.run_dir), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=False
+        )
+
+    def _keep_best(self, target: Path) -> None:
+        if self.state.best_global_step:
+            best = target.with_name(f"checkpoint-{self.state.best_global_step}")
+            if best == target or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_adapter(self._peft_model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        load_adapter(self._peft_model, Path(self.state.best_model_checkpoint))
+
+    def _init_training_state(self, max_steps: int, *args: object) -> tuple[int, int]:
+        position: tuple[int, int] = super()._init_training_state(max_steps, *args)
+        # Without this a run that resumes at its end takes one step too many.
+        if self.state.global_step >= max_steps:
+            raise TrainingError(
+                f"nothing left to train: the checkpoint is at step {self.state.global_step} of {max_steps}; "
+                "raise max_steps or num_train_epochs to go on"
+            )
+        return position
+
+    # What an error can name.
+
+    @property
+    def _step(self) -> int:
+        return int(self.state.global_step) + 1
+
+    def _rows(self, batches: Sequence[Batch]) -> str:
+        """The rows of `batches` by their place in the training data. Searches by content; only for errors."""
+        wanted = [ids for batch in batches for ids in _id_lists(batch)]
+        rows = self._train_rows
+        found = [i for i in range(len(rows)) if list(rows[i]["input_ids"]) in wanted]
+        shown = ", ".join(map(str, found[:16])) + (", ..." if len(found) > 16 else "")
+        return f"rows {shown} of the training data (counted from 0, without dropped ones)"
+
+
+_ADVICE = (
+    "Stopped before the optimizer: the adapter is as after the last step. Lower the learning rate, look at "
+    "these rows, or load the base in another dtype (fp16 overflows where bf16 does not)"
+)
+
+
+_ACCUMULATION = (
+    "gradient_accumulation_steps=%d streams the whole model %d times a step. For the same step at less cost "
+    "multiply per_device_train_batch_size; stream.micro_batch_size bounds its memory"
+)
+
+
+def refuse_unsupported(args: TrainingArguments) -> None:
+    """ValueError for arguments that cannot be honoured beside streaming."""
+    if not args.use_cpu:
+        raise ValueError("use_cpu must be True: the model stays on the CPU, its layers visit the accelerator")
+    if args.world_size > 1:
+        raise ValueError(f"expected one process, got {args.world_size}: start the run without a launcher")
+    for name, reason in _REFUSED.items():
+        if getattr(args, name):
+            raise ValueError(f"{name} cannot be used with streaming: {reason}")
+    if args.deepspeed or args.fsdp:
+        raise ValueError("deepspeed and fsdp cannot be used with streaming: layers are streamed, not sharded")
+
+
+def _tokens(batch: Batch) -> int:
+    """Tokens without padding."""
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+
+
+def _id_lists(batch: Batch) -> list[list[int]]:
+    ids_BS, mask_BS = batch["input_ids"], batch.get("attention_mask")
+    if mask_BS is None:
+        return [ids_S.tolist() for ids_S in ids_BS]
+    return [ids_S[mask_S.bool()].tolist() for ids_S, mask_S in zip(ids_BS, mask_BS, strict=True)]

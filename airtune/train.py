@@ -1,0 +1,57 @@
+"""Fine-tune a model: `python -m airtune.train +recipe=NAME [key=value ...]`; `--help` shows every key."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from airtune.checks import check_trainer_keys
+from airtune.compose import from_command_line, resolved_yaml
+from airtune.config import Config
+
+
+def train(config: Config) -> None:
+    """One run. JobError when it cannot be done; nothing is written before the data and the model stand."""
+    from airtune.run import job
+    from airtune.run.checkpoints import open_run_folder
+    from airtune.run.console import explained
+
+    output_dir, model = Path(config.output_dir), config.model
+    with explained(code=2):
+        check_trainer_keys(config.trainer, job.training_fields())
+        args = job.training_arguments(config.trainer, output_dir=output_dir, seed=config.seed)
+    with explained():
+        checkpoint = open_run_folder(output_dir, resume=config.resume)
+        job.find_data(config.data.train, config.data.eval)
+        tokenizer = job.load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
+        rows, eval_rows = job.read_data(tokenizer, **asdict(config.data))
+        adapter = job.choose_adapter(**asdict(config.adapter))
+        streamed = job.load_model(adapter, seed=config.seed, **asdict(model), **asdict(config.stream))
+    job.run_training(
+        streamed,
+        tokenizer,
+        args,
+        rows=rows,
+        eval_rows=eval_rows,
+        checkpoint=checkpoint,
+        config=asdict(config),
+        config_yaml=resolved_yaml(config),
+        chat_template=config.data.chat_template,
+        **asdict(config.tracking),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code (see `run.console`)."""
+    config = from_command_line(argv)  # before the libraries' seconds: a mistyped key is said at once
+    from airtune.run.checkpoints import resume_hint
+    from airtune.run.console import exit_code, set_up_logging
+
+    set_up_logging()
+    return exit_code(lambda: train(config), if_stopped=lambda: resume_hint(Path(config.output_dir)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""A layer's weights as one run of bytes, and how to fill it.
+
+On an accelerator a layer is one host-to-device copy, not one per tensor, so its tensors lie back to back in one buffer
+(a `LayerImage`), each at a 64-byte boundary as kernels like it. The buffer is filled by reads that land in place; what must
+be cast or converted is written into its place by the reading thread.
+
+When the device is the CPU and a tensor's stored bytes are its compute form, even that is one copy too many: the parameter is
+then a view of the mapped file, and only the rest of the layer is in the buffer (most often nothing).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from airtune.weights.checkpoint import StoredTensor
+from airtune.weights.layout import Conversion, TensorPlan
+from airtune.weights.reader import ByteRange, ByteReader, FileMap
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor of the image: its plan, and where its bytes begin in the buffer."""
+
+    plan: TensorPlan
+    offset: int
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of `buffer` (uint8)."""
+        flat = buffer[self.offset : self.offset + self.plan.nbytes]
+        return flat.view(self.plan.dtype).view(self.plan.shape)
+
+
+@dataclass(frozen=True)
+class LayerImage:
+    """The tensors of one layer.
+
+    Args:
+        mapped: tensors that are views of the checkpoint file.
+        packed: tensors that live in the layer's buffer.
+        nbytes: size of the buffer.
+        read_nbytes: bytes of the checkpoint that filling the buffer reads.
+    """
+
+    mapped: tuple[TensorPlan, ...]
+    packed: tuple[Region, ...]
+    nbytes: int
+    read_nbytes: int
+    _ranges: tuple[ByteRange, ...]
+
+    @classmethod
+    def of(cls, plans: Iterable[TensorPlan], *, map_files: bool) -> LayerImage:
+        """Lay out a layer. `map_files` when the device reads host memory, so that views of the file will do."""
+        mapped, packed, end = [], [], 0
+        for plan in plans:
+            if map_files and can_be_mapped(plan):
+                mapped.append(plan)
+                continue
+            packed.append(Region(plan, end))
+            end = math.ceil((end + plan.nbytes) / _ALIGNMENT) * _ALIGNMENT
+        ranges = tuple(
+            ByteRange(p.source.file, p.source.offset + p.offset, p.nbytes, region.offset + p.into)
+            for region in packed
+            if region.plan.lands
+            for p in region.plan.pieces or ()
+        )
+        sources = {(s.file, s.offset): s for region in packed for s in _sources(region.plan)}
+        read_nbytes = sum(source.nbytes for source in sources.values())
+        return cls(tuple(mapped), tuple(packed), end, read_nbytes, ranges)
+
+    @property
+    def mapped_nbytes(self) -> int:
+        return sum(plan.nbytes for plan in self.mapped)
+
+    def mapped_ranges(self) -> list[StoredTensor]:
+        """The stored tensors behind the views, for read-ahead and release."""
+        return [plan.conversion.sources[0][2] for plan in self.mapped]
+
+    def fill(self, buffer: torch.Tensor, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> None:
+        """Write the packed tensors into `buffer` (uint8, host, at least `nbytes` long)."""
+        reader.read_into(self._ranges, buffer)
+        done: dict[Conversion, dict[str, torch.Tensor]] = {}
+        for region in self.packed:
+            if not region.plan.lands:
+                _write_converted(region, buffer, files, model, done)
+        files.release([s for region in self.packed if not region.plan.lands for s in _sources(region.plan)])
+
+
+def can_be_mapped(plan: TensorPlan) -> bool:
+    """True when the tensor's bytes in the file are, as they lie there, the tensor."""
+    return plan.lands and is_one_view(plan)
+
+
+def is_one_view(plan: TensorPlan) -> bool:
+    """True when the tensor, in its stored dtype, is one run of bytes of the file."""
+    pieces = plan.pieces or ()
+    whole = math.prod(plan.shape) * plan.stored_dtype.itemsize
+    aligned = all(piece.source.offset % plan.stored_dtype.itemsize == 0 for piece in pieces)
+    return aligned and len(pieces) == 1 and 0 < pieces[0].nbytes == whole
+
+
+def view_stored(plan: TensorPlan, files: FileMap) -> torch.Tensor:
+    """The tensor of a plan that `is_one_view`, in its stored dtype, as a view of the file."""
+    assert is_one_view(plan) and plan.pieces is not None
+    piece = plan.pieces[0]
+    start = piece.offset // plan.stored_dtype.itemsize
+    whole = files.tensor(piece.source).view(-1)
+    return whole[start : start + math.prod(plan.shape)].view(plan.shape)
+
+
+def load_tensor(plan: TensorPlan, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> torch.Tensor:
+    """The tensor of any plan, in host memory: a view of the file where that will do, else a new tensor."""
+    if can_be_mapped(plan):
+        return view_stored(plan, files)
+    image = LayerImage.of([plan], map_files=False)
+    buffer = torch.empty(image.nbytes, dtype=torch.uint8)
+    image.fill(buffer, reader, files, model)
+    return image.packed[0].view(buffer)
+
+
+def _sources(plan: TensorPlan) -> Sequence[StoredTensor]:
+    return [stored for _, _, stored in plan.conversion.sources]
+
+
+def _write_converted(
+    region: Region,
+    buffer: torch.Tensor,
+    files: FileMap,
+    model: PreTrainedModel,
+    done: dict[Conversion, dict[str, torch.Tensor]],
+) -> None:
+    """Cast, or convert with transformers' operations. Several tensors may come from one conversion: `done` holds them."""
+    plan, target = region.plan, region.view(buffer)
+    if plan.pieces is not None:
+        flat = target.view(-1)
+        for piece in plan.pieces:
+            size = piece.source.dtype.itemsize
+            stored = files.tensor(piece.source).view(-1)
+            part = stored[piece.offset // size : (piece.offset + piece.nbytes) // size]
+            flat[piece.into // size : (piece.into + piece.nbytes) // size].copy_(part)
+        return
+    if plan.conversion not in done:
+        # The cast comes first, as in transformers' own loading, so that the result is the same to the bit.
+        sources = {key: files.tensor(stored).to(plan.dtype) for key, _, stored in plan.conversion.sources}
+        done[plan.conversion] = plan.conversion.convert(sources, model)
+    target.copy_(done[plan.conversion][plan.output])

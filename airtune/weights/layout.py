@@ -1,0 +1,315 @@
+"""Which checkpoint tensors make which module tensor.
+
+A checkpoint's layout is not the module's: a file may hold one 2-D matrix per expert where the module holds one fused 3-D
+parameter, one fused matrix where the module holds three, or the same tensor under an older name. transformers knows all of
+it (`get_model_conversion_mapping`), but applies it to a whole model at once. Here the same rules are applied once to names
+and shapes alone, on the meta device, and give a plan that a single layer can be loaded by, twice a step, for days.
+
+Most conversions only move bytes: identity, stacking experts, concatenating along an outer dimension, chunking. For these
+the plan holds where each byte range lands (`Piece`), so that a file read is the whole conversion: a fused
+[128, 2x768, 2048] gate/up parameter is 256 reads into place, with nothing stacked or copied afterwards. Everything rarer
+(a transpose, a rope permutation) keeps the library's own converter and costs a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from airtune.weights.checkpoint import CheckpointError, StoredTensor
+
+# A conversion that shatters into more reads than this per source tensor is cheaper as a copy.
+_MAX_PIECES_PER_SOURCE = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`nbytes` bytes of a checkpoint tensor, from `offset` in it, that land at `into` in the module tensor."""
+
+    source: StoredTensor
+    offset: int
+    nbytes: int
+    into: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Checkpoint tensors that make one or more module tensors together.
+
+    Args:
+        target: the module tensor that transformers files the conversion under.
+        sources: (checkpoint key, source pattern, stored tensor), in the order the converter expects.
+        converter: None for a plain copy under another name.
+    """
+
+    target: str
+    sources: tuple[tuple[str, str, StoredTensor], ...]
+    converter: WeightConverter | None
+
+    def convert(self, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Run transformers' own operations on {checkpoint key: tensor}; returns {module tensor name: tensor}."""
+        transform: WeightTransform
+        if self.converter is None:
+            transform = WeightRenaming(self.sources[0][0], self.target)
+        else:
+            transform = copy.deepcopy(self.converter)
+        for key, pattern, _ in self.sources:
+            transform.add_tensor(self.target, key, pattern, lambda key=key: tensors[key])
+        made = transform.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How one module tensor is made.
+
+    Args:
+        name: the tensor's name in the model's state dict.
+        dtype, shape: compute form, as the meta model has it.
+        conversion: its sources; `output` is this tensor's name among the conversion's outputs (another one when tied).
+        pieces: where each byte range lands, when moving bytes is all there is to do; else None.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    conversion: Conversion
+    output: str
+    pieces: tuple[Piece, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.conversion.sources[0][2].dtype
+
+    @property
+    def lands(self) -> bool:
+        """True when reading the pieces is all: no conversion, no cast."""
+        return self.pieces is not None and self.stored_dtype == self.dtype
+
+
+def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor]) -> dict[str, TensorPlan]:
+    """{module tensor name: plan} for every persistent tensor of `model` (on meta, its buffers aside).
+
+    Raises:
+        CheckpointError: a module tensor has no source, a shape differs, or a checkpoint tensor is neither used nor on the
+            model's own ignore list.
+    """
+    wanted = model.state_dict()
+    conversions, unused = _group_sources(model, checkpoint, wanted)
+    made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]] = {}
+    wrong_shape = []
+    for conversion in conversions:
+        sources = {key: stored for key, _, stored in conversion.sources}
+        outputs = conversion.convert({k: _on_meta(s) for k, s in sources.items()}, model)
+        pieces = _trace_pieces(conversion, model) if len({s.dtype for s in sources.values()}) == 1 else {}
+        for name, value in outputs.items():
+            if name not in wanted:
+                unused.append(name)
+            elif tuple(value.shape) != tuple(wanted[name].shape):
+                wrong_shape.append(f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(wanted[name].shape)} in the model")
+            else:
+                made[name] = (conversion, name, pieces.get(name))
+    _follow_ties(model, made)
+    _check_complete(model, wanted, made, unused, wrong_shape)
+    return {
+        name: TensorPlan(name, tensor.dtype, tuple(tensor.shape), *made[name])
+        for name, tensor in wanted.items()
+        if name in made
+    }
+
+
+def _on_meta(stored: StoredTensor) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+
+def _group_sources(
+    model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]
+) -> tuple[list[Conversion], list[str]]:
+    """Rename every checkpoint key as transformers would, and gather the keys that share a converter."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str, StoredTensor]]]] = {}
+    unused = []
+    for key in sorted(checkpoint, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if target not in wanted and key in wanted:
+            target, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
+        if target not in wanted:
+            unused.append(target)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        groups.setdefault(target, (converter, []))[1].append((key, pattern or key, checkpoint[key]))
+    return [Conversion(target, tuple(sources), converter) for target, (converter, sources) in groups.items()], unused
+
+
+def _follow_ties(model: PreTrainedModel, made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]]) -> None:
+    """A tied tensor is stored once: both names get the sources of the one that is there."""
+    for target, source in (model.all_tied_weights_keys or {}).items():
+        if target not in made and source in made:
+            made[target] = made[source]
+        elif source not in made and target in made:
+            made[source] = made[target]
+
+
+def _check_complete(
+    model: PreTrainedModel,
+    wanted: Mapping[str, torch.Tensor],
+    made: Mapping[str, object],
+    unused: Iterable[str],
+    wrong_shape: Sequence[str],
+) -> None:
+    info = LoadStateDictInfo(set(wanted) - set(made), set(unused), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(info)  # drops what this model's authors say may be absent or extra
+    missing, unexpected = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    problems = [
+        f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        for what, names in (
+            ("the model's tensors without a source in the checkpoint", missing),
+            ("checkpoint tensors that the model has no place for", unexpected),
+            ("different shapes", wrong_shape),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}. "
+            "Check that config.json and the weights belong together and that every shard was downloaded."
+        )
+
+
+@dataclass(frozen=True)
+class _Virtual:
+    """A tensor that was not computed: its shape, and the pieces of checkpoint tensors that it would consist of."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def _trace_pieces(conversion: Conversion, model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+    """{module tensor name: pieces} when every operation of `conversion` only moves whole runs of bytes; else {}."""
+    itemsize = conversion.sources[0][2].dtype.itemsize
+    patterns: dict[str, list[_Virtual]] = {}
+    for _, pattern, stored in conversion.sources:
+        whole = _Virtual(stored.shape, (Piece(stored, 0, stored.nbytes, 0),))
+        patterns.setdefault(pattern, []).append(whole)
+    if conversion.converter is None:
+        return {conversion.target: next(iter(patterns.values()))[0].pieces}
+    state: dict[str, list[_Virtual]] = patterns
+    for operation in conversion.converter.operations:
+        traced = _trace_operation(operation, state, conversion.converter, itemsize, model)
+        if traced is None:
+            return {}
+        state = traced
+    named = _full_names(conversion, state)
+    most = _MAX_PIECES_PER_SOURCE * len(conversion.sources)
+    return {name: value.pieces for name, value in named.items() if len(value.pieces) <= most}
+
+
+def _full_names(conversion: Conversion, state: dict[str, list[_Virtual]]) -> dict[str, _Virtual]:
+    """Expand target patterns to full names as WeightConverter.convert does."""
+    name = conversion.target.replace("*.", "0.")
+    found = next((pattern for pattern in state if pattern in name), None)
+    if found is None:
+        return {}
+    prefix, _, suffix = name.partition(found)
+    return {prefix + pattern + suffix: values[0] for pattern, values in state.items()}
+
+
+def _trace_operation(
+    operation: ConversionOps,
+    state: dict[str, list[_Virtual]],
+    converter: WeightConverter,
+    itemsize: int,
+    model: PreTrainedModel,
+) -> dict[str, list[_Virtual]] | None:
+    targets = converter.target_patterns
+    if type(operation) is MergeModulelist and operation.dim == 0:
+        return {
+            operation.get_target_pattern(len(state), pattern, targets): [_stack(values, itemsize)]
+            for pattern, values in state.items()
+        }
+    if type(operation) is Concatenate and len(targets) == 1:
+        ordered = [value for p in converter.source_patterns for value in state.get(p, [])]
+        joined = _concatenate(ordered, operation.dim % len(ordered[0].shape), itemsize)
+        return None if joined is None else {targets[0]: [joined]}
+    if type(operation) is Chunk and operation.dim == 0 and len(state) == 1:
+        names = operation.get_target_patterns(targets, config=model.config)
+        return _chunk(next(iter(state.values()))[0], names, itemsize)
+    return None
+
+
+def _stack(values: Sequence[_Virtual], itemsize: int) -> _Virtual:
+    step = values[0].count * itemsize
+    moved = [_shift(piece, index * step) for index, value in enumerate(values) for piece in value.pieces]
+    return _Virtual((len(values), *values[0].shape), tuple(moved))
+
+
+def _concatenate(values: Sequence[_Virtual], dim: int, itemsize: int) -> _Virtual | None:
+    outer = math.prod(values[0].shape[:dim])
+    if outer > _MAX_PIECES_PER_SOURCE * sum(len(value.pieces) for value in values):
+        return None
+    widths = [math.prod(value.shape[dim:]) * itemsize for value in values]
+    moved = []
+    for index in range(outer):
+        start = index * sum(widths)
+        for value, width in zip(values, widths, strict=True):
+            moved += [_shift(piece, start) for piece in _cut(value.pieces, index * width, (index + 1) * width)]
+            start += width
+    shape = list(values[0].shape)
+    shape[dim] = sum(value.shape[dim] for value in values)
+    return _Virtual(tuple(shape), tuple(moved))
+
+
+def _chunk(value: _Virtual, names: Sequence[str], itemsize: int) -> dict[str, list[_Virtual]] | None:
+    if value.shape[0] % len(names):
+        return None
+    rows = value.shape[0] // len(names)
+    width = value.count // len(names) * itemsize
+    shape = (rows, *value.shape[1:])
+    return {
+        name: [_Virtual(shape, _cut(value.pieces, i * width, (i + 1) * width))] for i, name in enumerate(names)
+    }
+
+
+def _shift(piece: Piece, by: int) -> Piece:
+    return Piece(piece.source, piece.offset, piece.nbytes, piece.into + by)
+
+
+def _cut(pieces: Iterable[Piece], start: int, end: int) -> tuple[Piece, ...]:
+    """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins at `start`."""
+    kept = []
+    for piece in pieces:
+        lo, hi = max(start, piece.into), min(end, piece.into + piece.nbytes)
+        if lo < hi:
+            kept.append(Piece(piece.source, piece.offset + lo - piece.into, hi - lo, lo - start))
+    return tuple(kept)
