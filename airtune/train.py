@@ -27,6 +27,8 @@ def train(config: Config) -> None:
         job.find_data(config.data.train, config.data.eval)
         tokenizer = job.load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
         rows, eval_rows = job.read_data(tokenizer, **asdict(config.data))
+        prompts = config.tracking.sample_prompts
+        sample_ids = job.encode_samples(tokenizer, prompts, rows, config.data.chat_template)
         adapter = job.choose_adapter(**asdict(config.adapter))
         streamed = job.load_model(adapter, seed=config.seed, **asdict(model), **asdict(config.stream))
     job.run_training(
@@ -38,7 +40,7 @@ def train(config: Config) -> None:
         checkpoint=checkpoint,
         config=asdict(config),
         config_yaml=resolved_yaml(config),
-        chat_template=config.data.chat_template,
+        sample_ids=sample_ids,
         **asdict(config.tracking),
     )
 

@@ -153,7 +153,7 @@ def test_evaluation_has_its_own_lines(home: Path, tmp_path: Path, capsys: pytest
     assert "eval loss     " in capsys.readouterr().out
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_base_that_is_not_finite_stops_at_step_1(
     assert not (tmp_path / "run" / "adapter").exists()
 
 
-# --- going on ---------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 
 def same_adapters(first: Path, second: Path) -> bool:

@@ -1,18 +1,18 @@
 """Cross entropy of hidden states under an output projection that is read once and never held whole.
 
-The last projection is the largest tensor of most models (V = 248320 rows of D = 5120 in bf16: 2.5 GB), and its logits
-are larger still (N = 4096 tokens: 2 GB in bf16, 4 GB upcast, as much again for their gradient). With a frozen
-projection only the hidden states need a gradient, and for one token it is
+The last projection is the largest tensor of most models (V = 248320 rows of D = 5120 in bf16: 2.5 GB), and
+its logits are larger still (N = 4096 tokens: 2 GB in bf16, 4 GB upcast, as much again for their gradient).
+With a frozen projection only the hidden states need a gradient, and for one token it is
 
     d loss / d hidden = sum_v softmax(logits)_v W_v - W_label
 
-whose first term is attention with K = V = W. So it is computed as attention is: over chunks of the vocabulary, with a
-running maximum, a running sum of exponentials, and a running weighted sum of rows that is rescaled whenever the maximum
-moves. Loss and gradient come out of one pass: each row crosses to the device once, in two matrix products rather than
-three; backward multiplies what is kept ([N, D]) by one number.
+whose first term is attention with K = V = W. So it is computed as attention is: over chunks of the
+vocabulary, with a running maximum, a running sum of exponentials, and a running weighted sum of rows that is
+rescaled whenever the maximum moves. Loss and gradient come out of one pass: each row crosses to the device
+once, in two matrix products rather than three; backward multiplies what is kept ([N, D]) by one number.
 
-What it gives up: no gradient of the projection, no second derivative, and a forward that is called for its loss alone
-must say so (`torch.no_grad`) or it pays for the gradient as well.
+What it gives up: no gradient of the projection, no second derivative, and a forward that is called for its
+loss alone must say so (`torch.no_grad`) or it pays for the gradient as well.
 
 Legend: N tokens, D model width, V rows (of the vocabulary, or of the chunk at hand).
 """
@@ -66,13 +66,13 @@ def linear_cross_entropy(
             logits_NV = step(logits_NV)
         F.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
 
-    without any tensor of N x V elements. Sums are fp32, or fp64 when the hidden states or the projection are; so is the
-    result, on the device of the hidden states. They may live elsewhere than `head.device`, and then visit it in blocks
-    of tokens such that the tensors made there, the chunk itself aside, stay under `block_bytes`. Every label counts: drop the
-    ignored ones first.
+    without any tensor of N x V elements. Sums are fp32, or fp64 when the hidden states or the projection are;
+    so is the result, on the device of the hidden states. They may live elsewhere than `head.device`, and then
+    visit it in blocks of tokens such that the tensors made there, the chunk itself aside, stay under
+    `block_bytes`. Every label counts: drop the ignored ones first.
 
-    Raises ValueError for shapes that do not fit, labels outside the vocabulary, a projection that requires a gradient,
-    or chunks that do not make up the vocabulary.
+    Raises ValueError for shapes that do not fit, labels outside the vocabulary, a projection that requires a
+    gradient, or chunks that do not make up the vocabulary.
     """
     tokens = hidden_ND.shape[0]
     if hidden_ND.shape != (tokens, head.hidden_size) or labels_N.shape != (tokens,):
@@ -86,7 +86,8 @@ def linear_cross_entropy(
     lowest, highest = labels_N.min().item(), labels_N.max().item()
     if lowest < 0 or highest >= head.vocab_size:
         raise ValueError(
-            f"labels lie in {lowest}..{highest}, the vocabulary has {head.vocab_size} rows; drop ignored labels first"
+            f"labels lie in {lowest}..{highest}, the vocabulary has {head.vocab_size} rows; "
+            "drop ignored labels before the loss"
         )
     with_gradient = torch.is_grad_enabled() and hidden_ND.requires_grad
     plan = _Plan(head, tuple(steps), block_bytes, sum_dtype, with_gradient)
@@ -100,13 +101,17 @@ def frozen_chunks(head: HeadWeights) -> Iterator[Chunk]:
     """
     chunks, expected = iter(head.chunks()), 0
     while True:
-        with torch.enable_grad():  # a slice taken without grad mode would not tell that its parameter is trainable
+        with (
+            torch.enable_grad()
+        ):  # a slice taken without grad mode would not tell that its parameter is trainable
             chunk = next(chunks, None)
         if chunk is None:
             break
         first, weight_VD, bias_V = chunk
         if weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad):
-            raise ValueError("the output projection requires a gradient, and a streamed one gets none: freeze it")
+            raise ValueError(
+                "the output projection requires a gradient, and a streamed one gets none: freeze it"
+            )
         if first != expected or weight_VD.shape[1] != head.hidden_size:
             raise ValueError(
                 f"expected rows of {head.hidden_size} from row {expected} on, "
@@ -135,8 +140,8 @@ class _Plan:
     def token_bytes(self) -> int:
         """What one token holds on the device from chunk to chunk, and while its gradient is finished.
 
-        A channel: the hidden state (head dtype), and with a gradient the label's row (head dtype), the running sum and
-        what is being added to it. D = 5120 in bf16: 5120 x (2 + 2 + 4 + 4) = 61 kB.
+        A channel: the hidden state (head dtype), and with a gradient the label's row (head dtype), the
+        running sum and what is being added to it. D = 5120 in bf16: 5120 x (2 + 2 + 4 + 4) = 61 kB.
         """
         gradient_bytes = self.head.dtype.itemsize + 2 * self.sum_dtype.itemsize if self.with_gradient else 0
         return self.head.hidden_size * (self.head.dtype.itemsize + gradient_bytes)
@@ -144,8 +149,8 @@ class _Plan:
     def logits_bytes(self, rows: int) -> int:
         """What one token makes of one chunk.
 
-        A logit: itself and the cast of its share (head dtype), upcast and as a share (sum dtype), and what each step
-        keeps for its derivative. V = 8192 in bf16 with no steps: 8192 x (2 + 2 + 4 + 4) = 98 kB.
+        A logit: itself and the cast of its share (head dtype), upcast and as a share (sum dtype), and what
+        each step keeps for its derivative. V = 8192 in bf16 with no steps: 8192 x (2 + 2 + 4 + 4) = 98 kB.
         """
         return rows * (2 * self.head.dtype.itemsize + (2 + len(self.steps)) * self.sum_dtype.itemsize)
 
@@ -157,11 +162,14 @@ class _Sums(NamedTuple):
     total_N: Tensor  # sum of exp(logit - top)
     own_N: Tensor  # the label's logit before the steps, in the dtype of the projection
     own_row_ND: Tensor  # the label's row of the projection ([N, 0] when no gradient is wanted)
-    pull_ND: Tensor  # sum of exp(logit - top) * slope of the steps * row, over every row but the label's (or [N, 0])
+    pull_ND: (
+        Tensor  # sum of exp(logit - top) * slope of the steps * row over all rows but the label's; likewise
+    )
 
     @classmethod
     def start(cls, tokens: int, plan: _Plan, home: torch.device) -> "_Sums":
-        # Sums that commute to an accelerator do so for every chunk: from pinned memory at the full speed of the bus.
+        # Sums that commute to an accelerator do so for every chunk: from pinned memory at the full speed of
+        # the bus.
         pinned = home.type == "cpu" and plan.head.device.type != "cpu"
         width = plan.head.hidden_size if plan.with_gradient else 0
 
@@ -169,7 +177,7 @@ class _Sums(NamedTuple):
             return torch.zeros(tokens, *shape, dtype=dtype, device=home, pin_memory=pinned)
 
         return cls(
-            # The lowest finite number, not -inf: a chunk whose logits are all -inf then adds exp(-inf - lowest) = 0.
+            # The lowest finite number, not -inf: a chunk of logits that are all -inf then adds exp(-inf) = 0.
             zeros(plan.sum_dtype).fill_(torch.finfo(plan.sum_dtype).min),
             zeros(plan.sum_dtype),
             zeros(plan.head.dtype),
@@ -195,9 +203,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _one_pass(hidden_ND: Tensor, labels_N: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """(summed loss, its gradient in hidden_ND). Chunks outside, blocks of tokens inside: each row crosses once."""
-    # Half of the budget is for what stays on the device from chunk to chunk, the rest for logits. Tokens that do not fit
-    # their half stay at home and commute, so that the device's share does not grow with their number.
+    """(summed loss, its gradient). Chunks outside, blocks of tokens inside: each row crosses once."""
+    # Half of the budget is for what stays on the device from chunk to chunk, the rest for logits. Tokens that
+    # do not fit their half stay at home and commute, so that the device's share does not grow with their
+    # number.
     tokens, device = hidden_ND.shape[0], plan.head.device
     commute = tokens * plan.token_bytes() > plan.block_bytes // 2
     home = hidden_ND.device if commute else device
@@ -209,7 +218,9 @@ def _one_pass(hidden_ND: Tensor, labels_N: Tensor, plan: _Plan) -> tuple[Tensor,
         for start in range(0, tokens, block):
             rows = slice(start, start + block)
             part = _Sums(*(whole[rows].to(device) for whole in sums))  # views where home is the device
-            _add_chunk(part, hidden_ND[rows].to(device), labels_N[rows].to(device), first, weight_VD, bias_V, plan)
+            _add_chunk(
+                part, hidden_ND[rows].to(device), labels_N[rows].to(device), first, weight_VD, bias_V, plan
+            )
             if part.top_N.device != sums.top_N.device:
                 for whole, piece in zip(sums, part, strict=True):
                     whole[rows].copy_(piece)
@@ -227,7 +238,7 @@ def _add_chunk(
 ) -> None:
     """Let one chunk of the vocabulary into the sums of one block of tokens, in place."""
     raw_NV = F.linear(hidden_ND, weight_VD, bias_V)
-    # No index lists: their length would have to come back from the device before the next kernel could be queued.
+    # No index lists: their length would have to come back from the device before more work is queued.
     inside_N = (labels_N >= first) & (labels_N < first + weight_VD.shape[0])
     column_N = (labels_N - first).clamp_(0, weight_VD.shape[0] - 1)
     own_N1 = raw_NV.gather(1, column_N[:, None])
@@ -240,15 +251,17 @@ def _add_chunk(
     logits_NV = stepped_NV.detach().to(plan.sum_dtype)
     top_N = torch.maximum(sums.top_N, logits_NV.amax(1))
     fade_N = (sums.top_N - top_N).exp_()
-    share_NV = (logits_NV - top_N[:, None]).exp_()  # probabilities, but for the factor that is known at the end
+    share_NV = (
+        logits_NV - top_N[:, None]
+    ).exp_()  # probabilities, but for the factor that is known at the end
     del logits_NV
     sums.top_N.copy_(top_N)
     sums.total_N.mul_(fade_N).add_(share_NV.sum(1))
     if not plan.with_gradient:
         return
 
-    # The label's own row is left out here: its factor is (probability - 1), which rounding to bf16 would swamp as soon as
-    # the token is known well. It joins at the end, in full precision.
+    # The label's own row is left out here: its factor is (probability - 1), which rounding to bf16 would
+    # swamp as soon as the token is known well. It joins at the end, in full precision.
     others_N1 = torch.where(inside_N[:, None], 0, share_NV.gather(1, column_N[:, None]))
     share_NV.scatter_(1, column_N[:, None], others_N1)
     sums.own_row_ND.copy_(torch.where(inside_N[:, None], weight_VD[column_N], sums.own_row_ND))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from airtune.autograd.hops import Hops
+
 # Kernels round differently for another batch size; a row that is mixed up is off by a factor, not by a rounding.
 _PROOF_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
@@ -28,6 +30,11 @@ class RowSplit:
 
     slices: tuple[slice, ...]
     batched: frozenset[int]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole batch; only of a batch that is split."""
+        return self.slices[-1].stop
 
     @classmethod
     def of(cls, leaves: Sequence[Any], rows: int | None, micro_batch_size: int | None) -> RowSplit:
@@ -46,7 +53,7 @@ def _leading(leaf: Any) -> int | None:
 
 
 def prove_split(
-    run: Callable[[slice], tuple[list[torch.Tensor], Any]], split: RowSplit, name: str
+    run: Callable[[slice], list[torch.Tensor]], split: RowSplit, name: str
 ) -> tuple[bool, ...]:
     """For each tensor that the layer makes: True if it is batched (joined by rows), False if every micro-batch makes it whole.
 
@@ -60,7 +67,7 @@ def prove_split(
     if not split.batched:
         raise MicroBatchError(_refusal(name, "none of its inputs has the batch as its leading axis"))
     try:
-        both, first, second = (run(rows)[0] for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        both, first, second = (run(rows) for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
     except (RuntimeError, IndexError, ValueError) as error:
         raise MicroBatchError(_refusal(name, f"it fails on one or two rows of the batch ({error})")) from error
     if not len(both) == len(first) == len(second):
@@ -94,29 +101,31 @@ def _refusal(name: str, reason: str) -> str:
 class Join:
     """Puts the tensors that the micro-batches make together on `home`, writing each where it belongs as it comes."""
 
-    def __init__(self, split: RowSplit, batched: Sequence[bool], home: torch.device) -> None:
-        self._slices, self._batched, self._home = split.slices, batched, home
+    def __init__(self, split: RowSplit, batched: Sequence[bool], home: torch.device, hops: Hops) -> None:
+        self._split, self._batched, self._home, self._hops = split, batched, home, hops
         self.tensors: list[torch.Tensor] = []
 
     def add(self, index: int, made: Sequence[torch.Tensor]) -> None:
         """`made` by micro-batch `index`; they must be added in order."""
+        slices = self._split.slices
         if index == 0:
             self.tensors = [self._first(i, tensor) for i, tensor in enumerate(made)]
         assert len(made) == len(self.tensors), "a micro-batch made another number of tensors"
-        if len(self._slices) > 1:
+        if len(slices) > 1:
+            rows = slices[index]
             for i, tensor in enumerate(made):
                 if self._batched[i]:
-                    self.tensors[i][leading_rows(self._slices[index], len(tensor))].copy_(tensor)
+                    lines = joined_rows(rows, len(tensor) // (rows.stop - rows.start))
+                    self._hops.bring(tensor, self.tensors[i][lines])
 
     def _first(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        if len(self._slices) == 1 or not self._batched[i]:
-            return tensor.to(self._home)
-        first, last = self._slices[0], self._slices[-1]
-        length = len(tensor) // (first.stop - first.start) * last.stop
-        return torch.empty((length, *tensor.shape[1:]), dtype=tensor.dtype, device=self._home)
+        slices = self._split.slices
+        if len(slices) == 1 or not self._batched[i]:
+            return self._hops.home(tensor, self._home)
+        lines = len(tensor) // (slices[0].stop - slices[0].start) * self._split.rows
+        return self._hops.host_like((lines, *tensor.shape[1:]), tensor.dtype, self._home)
 
 
-def leading_rows(rows: slice, length: int) -> slice:
-    """Where a micro-batch's tensor of leading size `length` lies in the joined one ([B*S, E] has S lines a row)."""
-    per_row = length // (rows.stop - rows.start)
+def joined_rows(rows: slice, per_row: int) -> slice:
+    """Where a micro-batch's lines lie in the joined tensor, with `per_row` lines a row ([B*S, E] has S)."""
     return slice(rows.start * per_row, rows.stop * per_row)

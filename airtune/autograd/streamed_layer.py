@@ -17,42 +17,21 @@ dot-product attention with a learned bias), so that a `no_grad` run would not be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import tree_flatten
 
-from airtune.autograd.ambient import Ambient, kept_rng
-from airtune.autograd.layer_run import (
-    Layout,
-    Lists,
-    NoRecording,
-    Recording,
-    apply_changes,
-    blank,
-    run_layer,
-)
-from airtune.autograd.row_split import Join, RowSplit, leading_rows, prove_split
+from airtune.autograd.ambient import kept_rng
+from airtune.autograd.layer_call import Arguments, Direction, Gradients, LayerCall, Weights
+from airtune.autograd.layer_run import NoRecording, Recording, apply_changes, blank
+from airtune.autograd.row_split import RowSplit, prove_split
 
-Direction = Literal["forward", "backward"]
-
-
-class Weights(Protocol):
-    """Where a layer's weights come from."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def visit(self, direction: Direction) -> AbstractContextManager[object]:
-        """Inside, the layer's parameters are on `device`.
-
-        Yields a token: two visits that yield equal ones found the weights in the same memory, untouched in between.
-        """
-        ...
+__all__ = ["Direction", "StreamedLayer", "Weights"]
 
 
 @dataclass
@@ -93,137 +72,57 @@ class StreamedLayer:
         parameters = tuple(p for p in self.module.parameters() if p.requires_grad)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
-        call = _Call(self, spec, _Arguments.of(leaves), split, parameters, blank(lists), differentiable)
-        made, layout = call.first_run(leaves)
+        call = LayerCall(
+            name=self.name,
+            forward=self.forward,
+            weights=self.weights,
+            recording=self.recording,
+            spec=spec,
+            arguments=Arguments.of(leaves),
+            split=split,
+            parameters=parameters,
+            lists=blank(lists),
+            differentiable=differentiable,
+            keep_graph=self.keep_graph and differentiable and len(split.slices) == 1,
+        )
+        with self.weights.visit("forward") as token:
+            call.batched = self._batched_outputs(call, leaves)
+            made, layout = call.first_run(leaves, token)
         if differentiable:
             made = _StreamedLayer.apply(call, tuple(made), *tensors, *parameters)
         output, changed, recorded = layout.rebuild(made, leaves)
         apply_changes(args, kwargs, changed, recorded, lists)
         return output
 
-    def batched_outputs(self, call: _Call, inputs: Sequence[Any]) -> tuple[bool, ...]:
+    def _batched_outputs(self, call: LayerCall, inputs: Sequence[Any]) -> tuple[bool, ...]:
         """Which of the layer's new tensors are batched; proven once for each way that the layer is called."""
         if len(call.split.slices) == 1:
             return ()
         key = (call.spec, call.split.batched, tuple(call.lists or ()))
         if key not in self._proofs:
-            training = [m for m in self.module.modules() if m.training]
-            try:
-                for module in training:
-                    module.training = False
-                with torch.no_grad(), kept_rng(self.weights.device):
-                    self._proofs[key] = prove_split(
-                        lambda rows: call.run(call.on_device(inputs, rows)), call.split, self.name
-                    )
-            finally:
-                for module in training:
-                    module.training = True
+            with torch.no_grad(), kept_rng(self.weights.device), _evaluating(self.module):
+                self._proofs[key] = prove_split(lambda rows: call.run_rows(inputs, rows), call.split, self.name)
         return self._proofs[key]
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The leaves of a call without its tensors, which only `save_for_backward` may keep (hooks can move them elsewhere)."""
-
-    others: tuple[Any, ...]
-    tensors: tuple[int, ...]
-    needs_grad: frozenset[int]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any]) -> _Arguments:
-        tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return cls(others, tensors, frozenset(i for i in tensors if leaves[i].requires_grad))
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        leaves = list(self.others)
-        for i, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[i] = tensor
-        return leaves
-
-
-@dataclass
-class _Call:
-    """One call of a layer: everything but the tensors that autograd tracks."""
-
-    layer: StreamedLayer
-    spec: TreeSpec
-    arguments: _Arguments
-    split: RowSplit
-    parameters: tuple[torch.nn.Parameter, ...]
-    lists: Lists | None
-    differentiable: bool
-    ambients: list[Ambient] = field(default_factory=list)
-    batched: tuple[bool, ...] = ()
-    tracked: tuple[bool, ...] = ()
-    graph: tuple[object, list[Any], list[torch.Tensor]] | None = None
-    versions: tuple[int, ...] = ()
-
-    def run(self, leaves: list[Any]) -> tuple[list[torch.Tensor], Layout]:
-        return run_layer(self.layer.forward, leaves, self.spec, self.layer.recording, self.lists)
-
-    def on_device(self, leaves: Sequence[Any], rows: slice | None = None) -> list[Any]:
-        """The leaves (of some rows) where the layer runs, cut off from the caller's graph and ready for one of their own."""
-        taken = list(leaves) if rows is None else self.split.take(leaves, rows)
-        for i in self.arguments.tensors:
-            moved = taken[i].detach().to(self.layer.weights.device)
-            taken[i] = moved.requires_grad_(i in self.arguments.needs_grad)
-        return taken
-
-    def first_run(self, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], Layout]:
-        """Visit the layer forward; returns its new tensors, joined on the caller's device, and their layout."""
-        tensors = self.arguments.tensors
-        home = inputs[tensors[0]].device if tensors else torch.device("cpu")
-        keep_graph = self.layer.keep_graph and len(self.split.slices) == 1 and self.differentiable
-        layout = None
-        with self.layer.weights.visit("forward") as token:
-            self.batched = self.layer.batched_outputs(self, inputs)
-            join = Join(self.split, self.batched, home)
-            for index, rows in enumerate(self.split.slices):
-                leaves = self.on_device(inputs, rows)
-                versions = [leaves[i]._version for i in tensors]
-                made, layout = self._run_once(leaves, keep_graph)
-                if self.differentiable and [leaves[i]._version for i in tensors] != versions:
-                    raise RuntimeError(
-                        f"{self.layer.name} changes one of its inputs in place; its gradients cannot be recomputed"
-                    )
-                self.tracked = tuple(tensor.requires_grad for tensor in made)
-                join.add(index, [tensor.detach() for tensor in made])
-                if keep_graph:
-                    self.graph = (token, leaves, made)
-        assert layout is not None
-        self.versions = tuple(p._version for p in self.parameters)
-        return join.tensors, layout
-
-    def _run_once(self, leaves: list[Any], keep_graph: bool) -> tuple[list[torch.Tensor], Layout]:
-        if not self.differentiable:
-            return self.run(leaves)
-        self.ambients.append(Ambient.capture(self.layer.weights.device))
-        if keep_graph:
-            return self.run(leaves)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            return self.run(leaves)
-
-    def recompute(self, inputs: Sequence[Any], index: int, token: object) -> tuple[list[Any], list[torch.Tensor]]:
-        """Micro-batch `index` again, with its graph: (leaves on the device, new tensors)."""
-        if self.graph is not None:
-            kept, leaves, made = self.graph
-            self.graph = None  # backward frees it: a second backward recomputes
-            if kept == token:
-                return leaves, made
-        leaves = self.on_device(inputs, self.split.slices[index])
-        with torch.enable_grad(), self.ambients[index].restored():
-            made, _ = self.run(leaves)
-        if len(made) != len(self.tracked):
-            raise RuntimeError(f"{self.layer.name} made {len(made)} tensors in backward and {len(self.tracked)} in forward")
-        return leaves, made
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode for all modules, and each one's own mode back afterwards."""
+    training = [m for m in module.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
 
 
 class _StreamedLayer(torch.autograd.Function):
     """Joins what a first run made to the graph; see `StreamedLayer.__call__`."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, made: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: LayerCall, made: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t, tracked in zip(made, call.tracked, strict=True) if not tracked))
@@ -234,74 +133,10 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        if tuple(p._version for p in call.parameters) != call.versions:
-            raise RuntimeError(
-                f"an adapter of {call.layer.name} was changed between forward and backward; "
-                "call backward before the optimizer steps"
-            )
+        call: LayerCall = ctx.call
+        call.check_unchanged()
         inputs = call.arguments.with_tensors(ctx.saved_tensors)
-        gradients = _Gradients(call, inputs, ctx.needs_input_grad[2:])
-        with call.layer.weights.visit("backward") as token:
-            for index, rows in enumerate(call.split.slices):
-                leaves, made = call.recompute(inputs, index, token)
-                gradients.add(rows, leaves, made, _rows_of(call, grad_outputs, made, index))
+        gradients = Gradients(call, inputs, ctx.needs_input_grad[2:])
+        with call.weights.visit("backward") as token:
+            call.second_run(inputs, grad_outputs, token, gradients)
         return (None, None, *gradients.result())
-
-
-def _rows_of(
-    call: _Call, grads: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor], index: int
-) -> list[torch.Tensor | None]:
-    """The part of each output's gradient that belongs to micro-batch `index`."""
-    if len(call.split.slices) == 1:
-        return list(grads)
-    rows = call.split.slices[index]
-    parts: list[torch.Tensor | None] = []
-    for grad, tensor, batched in zip(grads, made, call.batched, strict=True):
-        if grad is None or not (batched or index == 0):
-            parts.append(None)  # an output that every micro-batch makes whole was taken from the first
-        else:
-            parts.append(grad[leading_rows(rows, len(tensor))] if batched else grad)
-    return parts
-
-
-class _Gradients:
-    """Sums what the micro-batches give: adapters' gradients over all, inputs' by rows (or summed, when passed whole)."""
-
-    def __init__(self, call: _Call, inputs: Sequence[Any], needed: Sequence[bool]) -> None:
-        self._call, self._inputs = call, inputs
-        self._needed = [i for i, need in zip(call.arguments.tensors, needed, strict=False) if need]
-        self._of_inputs: dict[int, torch.Tensor] = {}
-        self._of_parameters: list[torch.Tensor | None] = [None] * len(call.parameters)
-
-    def add(
-        self, rows: slice, leaves: Sequence[Any], made: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        pairs = [(t, g.to(t.device)) for t, g in zip(made, grads, strict=True) if g is not None and t.requires_grad]
-        wanted = [leaves[i] for i in self._needed] + list(self._call.parameters)
-        if not pairs or not wanted:
-            return
-        found = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        for i, grad in zip(self._needed, found, strict=False):
-            if grad is not None:
-                self._add_input(i, rows, grad)
-        for k, grad in enumerate(found[len(self._needed) :]):
-            if grad is not None:
-                total = self._of_parameters[k]
-                self._of_parameters[k] = grad if total is None else total.add_(grad)
-
-    def _add_input(self, i: int, rows: slice, grad: torch.Tensor) -> None:
-        home, split = self._inputs[i].device, self._call.split
-        if len(split.slices) == 1:
-            self._of_inputs[i] = grad.to(home)
-        elif i in split.batched:
-            if i not in self._of_inputs:
-                self._of_inputs[i] = torch.zeros_like(self._inputs[i])
-            self._of_inputs[i][rows].copy_(grad)
-        elif i in self._of_inputs:
-            self._of_inputs[i].add_(grad.to(home))
-        else:
-            self._of_inputs[i] = grad.to(home, copy=True)
-
-    def result(self) -> list[torch.Tensor | None]:
-        return [self._of_inputs.get(i) for i in self._call.arguments.tensors] + self._of_parameters

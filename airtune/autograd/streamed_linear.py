@@ -1,9 +1,10 @@
 """Real logits from an output projection that is never held whole.
 
-Generation, preference losses and whoever looks at `outputs.logits` need all [.., V] of them. The logits themselves are
-theirs to pay for (N = 2048 tokens of V = 248320 in bf16: 1 GB), the projection is not: forward brings its rows to the device
-chunk by chunk, and backward brings them once more, because d loss / d hidden = sum over chunks of dlogits_chunk @ W_chunk
-and nothing of a chunk is kept. Two crossings where the one-pass loss needs one: that is the price of a free choice of loss.
+Generation, preference losses and whoever looks at `outputs.logits` need all [.., V] of them. The logits
+themselves are theirs to pay for (N = 2048 tokens of V = 248320 in bf16: 1 GB), the projection is not: forward
+brings its rows to the device chunk by chunk, and backward brings them once more, because d loss / d hidden =
+sum over chunks of dlogits_chunk @ W_chunk and nothing of a chunk is kept. Two crossings where the one-pass
+loss needs one: that is the price of a free choice of loss.
 
 Legend: N tokens, D model width, V rows (of the vocabulary, or of the chunk at hand).
 """
@@ -19,9 +20,10 @@ from airtune.autograd.linear_cross_entropy import HeadWeights, exact_dtypes, fro
 def streamed_linear(hidden: Tensor, head: HeadWeights, *, block_bytes: int) -> Tensor:
     """`hidden.to(head.dtype) @ weight_VD.T + bias_V`: [.., D] -> [.., V], differentiable in `hidden` alone.
 
-    The result has the dtype of the projection and lies on the device of `hidden`. Where `head.device` is another one,
-    tokens visit it in blocks of `block_bytes`, the chunk itself aside. Raises ValueError for a width that is not the
-    projection's, one that requires a gradient, or chunks that do not make up the vocabulary.
+    The result has the dtype of the projection and lies on the device of `hidden`. Where `head.device` is
+    another one, tokens visit it in blocks of `block_bytes`, the chunk itself aside. Raises ValueError for a
+    width that is not the projection's, one that requires a gradient, or chunks that do not make up the
+    vocabulary.
     """
     if hidden.shape[-1] != head.hidden_size:
         raise ValueError(f"expected hidden states [.., {head.hidden_size}], got {list(hidden.shape)}")
@@ -58,7 +60,7 @@ class _StreamedLinear(torch.autograd.Function):
 
 
 def _blocks(tokens: int, weight_VD: Tensor, block_bytes: int) -> list[slice]:
-    """Tokens in blocks: each has its logits and its hidden state (or their gradients) on the device for a moment.
+    """Tokens in blocks: each has its logits and its hidden state (or their gradients) on the device.
 
     V = 8192, D = 5120 in bf16: (8192 + 5120) x 2 = 27 kB a token.
     """

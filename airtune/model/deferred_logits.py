@@ -1,13 +1,14 @@
 """A tensor that stands for logits nobody has computed yet.
 
-Between its head and its loss a model does at most something elementwise to its logits (a softcap is a division, a tanh
-and a product; a scale; a cast), so a one-pass loss needs only the hidden states and that recipe. `DeferredLogits` looks
-like the logits [.., V] to the model's own forward, holds hidden [.., D], and writes the recipe down. For 2048 tokens and
-V = 248320 that is 21 MB where bf16 logits take 1 GB, and their fp32 copy and gradient 2 GB each.
+Between its head and its loss a model does at most something elementwise to its logits (a softcap is a
+division, a tanh and a product; a scale; a cast), so a one-pass loss needs only the hidden states and that
+recipe. `DeferredLogits` looks like the logits [.., V] to the model's own forward, holds hidden [.., D], and
+writes the recipe down. For 2048 tokens and V = 248320 that is 21 MB where bf16 logits take 1 GB, and their
+fp32 copy and gradient 2 GB each.
 
 Whatever cannot be written down gets real logits: they are computed once, kept, and stand in from then on, so
-`outputs.logits.argmax(-1)` and a model that masks some of its logits in place both do what they always did, at the
-price they always had. It is logged, since that price is memory.
+`outputs.logits.argmax(-1)` and a model that masks some of its logits in place both do what they always did,
+at the price they always had. It is logged, since that price is memory.
 
 Legend: D model width, V vocabulary rows.
 """
@@ -28,13 +29,37 @@ from airtune.autograd.streamed_linear import streamed_linear
 logger = logging.getLogger(__name__)
 
 CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
-ARITHMETIC = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "tanh", "__rdiv__", "__rsub__"}
+ARITHMETIC = {
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "add",
+    "sub",
+    "subtract",
+    "tanh",
+    "__rdiv__",
+    "__rsub__",
+}
 
 # What the wrapper itself knows: reading it computes nothing.
 METADATA: set[object] = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta")),
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "element_size", "get_device", "__len__")),
-    *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex, torch.numel),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta")
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("size", "dim", "numel", "nelement", "element_size", "get_device", "__len__")
+    ),
+    *(
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ),
 }
 
 
@@ -66,7 +91,7 @@ class HeadView:
 class DeferredLogits(Tensor):
     """`hidden @ weight.T + bias` followed by `steps`: [.., V], not computed.
 
-    `full` holds the real logits once something has asked for them. They carry the gradient that real logits would.
+    `full` holds the real logits once something has asked for them, with the gradient real logits have.
     """
 
     hidden: Tensor
@@ -86,7 +111,13 @@ class DeferredLogits(Tensor):
     ) -> "DeferredLogits":
         shape = (*hidden.shape[:-1], head.vocab_size)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or head.dtype, device=hidden.device)
-        self.hidden, self.head, self.steps, self.block_bytes, self.full = hidden, head, steps, block_bytes, None
+        self.hidden, self.head, self.steps, self.block_bytes, self.full = (
+            hidden,
+            head,
+            steps,
+            block_bytes,
+            None,
+        )
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -96,8 +127,12 @@ class DeferredLogits(Tensor):
         """The real logits. The head streams past once; a second call returns the same tensor."""
         if self.full is None:
             _tell(reason)
-            # In the mode of the forward, not of whoever looks first: a metric under no_grad must not cost a loss its gradient.
-            with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.hidden.requires_grad):
+            # In the mode of the forward, not of whoever looks first: a metric under no_grad must not cost a
+            # loss its gradient.
+            with (
+                torch.inference_mode(self.hidden.is_inference()),
+                torch.set_grad_enabled(self.hidden.requires_grad),
+            ):
                 logits = streamed_linear(self.hidden, self.head, block_bytes=self.block_bytes)
                 for step in self.steps:
                     logits = step(logits)
@@ -129,10 +164,12 @@ class DeferredLogits(Tensor):
         return func(*real_args, **real_kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., object], types: Sequence[type], args: object = (), kwargs: object = None
     ) -> object:
-        raise RuntimeError(f"{func} reached deferred logits below autograd, where real ones would lose their gradient")
+        raise RuntimeError(
+            f"{func} reached deferred logits below autograd, where real ones would lose their gradient"
+        )
 
     def _deferring(
         self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
@@ -145,8 +182,10 @@ class DeferredLogits(Tensor):
             return DeferredLogits(self.hidden.detach(), self.head, self.block_bytes, self.steps, self.dtype)
         if name == "__getitem__":
             rows = _leading_rows(args[1], self.shape[-1])
-            view = HeadView(self.head, rows, self.head.dtype) if rows else None
-            return view and DeferredLogits(self.hidden, view, self.block_bytes, self.steps, self.dtype)
+            if rows is None:
+                return None
+            view = HeadView(self.head, rows, self.head.dtype)
+            return DeferredLogits(self.hidden, view, self.block_bytes, self.steps, self.dtype)
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place:
             name = name[:-1]
@@ -155,7 +194,11 @@ class DeferredLogits(Tensor):
             return None
         step = _elementwise_step(func, args, kwargs)
         sample = step and step(torch.zeros(1, dtype=self.dtype, device=self.device))
-        if step is None or not isinstance(sample, Tensor) or (sample.shape, sample.device) != ((1,), self.device):
+        if (
+            step is None
+            or not isinstance(sample, Tensor)
+            or (sample.shape, sample.device) != ((1,), self.device)
+        ):
             return None
         if not in_place:
             return DeferredLogits(self.hidden, self.head, self.block_bytes, (*self.steps, step), sample.dtype)
@@ -192,10 +235,13 @@ def _elementwise_step(
 
 
 def _leading_rows(index: object, vocab_size: int) -> int | None:
-    """n for `[..., :n]` and its like: a model that drops the padding of its vocabulary. None for any other index."""
+    """n for `[..., :n]`, as of a model that drops the padding of its vocabulary. None for other indices."""
     if not isinstance(index, tuple) or not isinstance(index[-1], slice):
         return None
-    if any(other is not Ellipsis and other != slice(None) for other in index[:-1]) or Ellipsis not in index[:-1]:
+    if (
+        any(other is not Ellipsis and other != slice(None) for other in index[:-1])
+        or Ellipsis not in index[:-1]
+    ):
         return None
     start, stop, stride = index[-1].indices(vocab_size)
     return stop if (start, stride) == (0, 1) and stop > 0 else None
@@ -203,4 +249,7 @@ def _leading_rows(index: object, vocab_size: int) -> int | None:
 
 @cache
 def _tell(reason: str) -> None:
-    logger.info("this model's logits are computed and kept in full, for `%s`: a loss alone would not need them", reason)
+    logger.info(
+        "this model's logits are computed and kept in full, for `%s`: a loss alone would not need them",
+        reason,
+    )

@@ -1,12 +1,13 @@
 """A language model whose output projection is streamed.
 
-The head is the one layer whose output should not exist in training: see `linear_cross_entropy` for its size. So its
-`forward` is replaced, on the instance, by one that answers to what the model was called for: with labels it hands on deferred
-logits, which pass through whatever the model does after its head and reach `causal_lm_loss`; without labels (generation, a
-loss of one's own) it hands on real ones. No model family is known here: the model's own forward stays in charge.
+The head is the one layer whose output should not exist in training: see `linear_cross_entropy` for its size.
+So its `forward` is replaced, on the instance, by one that answers to what the model was called for: with
+labels it hands on deferred logits, which pass through whatever the model does after its head and reach
+`causal_lm_loss`; without labels (generation, a loss of one's own) it hands on real ones. No model family is
+known here: the model's own forward stays in charge.
 
-What it gives up: the projection's weight on the module is a placeholder, and a model whose loss is not transformers' loss for
-causal language models gets real logits, at their price.
+What it gives up: the projection's weight on the module is a placeholder, and a model whose loss is not
+transformers' loss for causal language models gets real logits, at their price.
 
 Legend: N tokens, B batch, S sequence, D model width, V vocabulary rows.
 """
@@ -29,17 +30,18 @@ from airtune.model.deferred_logits import DeferredLogits, HeadView
 def stream_head(model: PreTrainedModel, head: HeadWeights, *, block_bytes: int) -> Callable[[], None]:
     """Let `model` compute its logits, and its loss if that is the usual one, from `head`. Returns the undo.
 
-    `model.get_output_embeddings()` keeps its place and its name; its own weight is no longer read. `block_bytes` bounds what
-    the head's work takes on the device besides a chunk of weights. Undo in the reverse order of what was done to the model
-    since; nothing of ours then remains on it.
+    `model.get_output_embeddings()` keeps its place and its name; its own weight is no longer read.
+    `block_bytes` bounds what the head's work takes on the device besides a chunk of weights. Undo in the
+    reverse order of what was done to the model since; nothing of ours then remains on it.
 
-    Raises ValueError if the output embedding is not exactly an `nn.Linear` (a subclass may compute something else), or
-    not of the head's shape.
+    Raises ValueError if the output embedding is not exactly an `nn.Linear` (a subclass may compute something
+    else), or not of the head's shape.
     """
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear:
         raise ValueError(
-            f"the output embedding of {type(model).__name__} is a {type(linear).__name__}; only a torch.nn.Linear is streamed"
+            f"the output embedding of {type(model).__name__} is a {type(linear).__name__}, "
+            "only an exact torch.nn.Linear can be streamed"
         )
     if (linear.out_features, linear.in_features) != (head.vocab_size, head.hidden_size):
         raise ValueError(
@@ -47,7 +49,11 @@ def stream_head(model: PreTrainedModel, head: HeadWeights, *, block_bytes: int) 
             f"the streamed one [{head.vocab_size}, {head.hidden_size}]"
         )
     # A wrapper may leave the loss to the model inside it that owns the head.
-    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel) and (m is model or linear in m.children())]
+    owners = [
+        m
+        for m in model.modules()
+        if isinstance(m, PreTrainedModel) and (m is model or linear in m.children())
+    ]
     owners = [owner for owner in owners if owner.loss_function is ForCausalLMLoss]
     calls = _Calls(model)
 
@@ -62,7 +68,9 @@ def stream_head(model: PreTrainedModel, head: HeadWeights, *, block_bytes: int) 
     undo.callback(model.register_forward_hook(calls.leave, always_call=True).remove)
     undo.callback(_replace(linear, "forward", forward))
     for owner in owners:
-        undo.callback(_replace(owner, "_loss_function", causal_lm_loss))  # what the `loss_function` property reads
+        undo.callback(
+            _replace(owner, "_loss_function", causal_lm_loss)
+        )  # what the `loss_function` property reads
     return undo.close
 
 
@@ -77,14 +85,17 @@ def causal_lm_loss(
 ) -> Tensor:
     """transformers' `ForCausalLMLoss(...)`, in one pass over the head if the logits are still deferred.
 
-    Mean over the supervised tokens (nan if there are none), or their sum over `num_items_in_batch`. `shift_labels` are
-    labels that are aligned with the logits already. fp32, on the device of the logits.
+    Mean over the supervised tokens (nan if there are none), or their sum over `num_items_in_batch`.
+    `shift_labels` are labels that are aligned with the logits already. fp32, on the device of the logits.
     """
-    if not isinstance(logits, DeferredLogits) or logits.full is not None:
-        logits = logits.full if isinstance(logits, DeferredLogits) else logits
-        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    real = logits.full if isinstance(logits, DeferredLogits) else logits
+    if not isinstance(logits, DeferredLogits) or real is not None:
+        items = num_items_in_batch
+        return ForCausalLMLoss(real, labels, vocab_size, items, ignore_index, shift_labels, **kwargs)  # type: ignore[arg-type]
     if vocab_size != logits.shape[-1]:
-        raise ValueError(f"the loss is asked for a vocabulary of {vocab_size}, the logits have {logits.shape[-1]}")
+        raise ValueError(
+            f"the loss is asked for a vocabulary of {vocab_size}, the logits have {logits.shape[-1]}"
+        )
     if shift_labels is None:
         if labels is None:
             raise ValueError("the loss needs labels or shift_labels, got neither")
@@ -121,7 +132,9 @@ class _Calls:
         return bool(self.running) and self.running[-1]
 
     def enter(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        by_position = self.position is not None and self.position < len(args) and args[self.position] is not None
+        by_position = (
+            self.position is not None and self.position < len(args) and args[self.position] is not None
+        )
         self.running.append(by_position or kwargs.get("labels") is not None)
 
     def leave(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:

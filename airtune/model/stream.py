@@ -35,6 +35,14 @@ class Visit:
     count: int
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass of the whole model: rows of its batch, and whether adapters are trained by it."""
+
+    rows: int | None
+    trains: bool
+
+
 class Stream:
     """What `airtune.load` leaves on a model; `airtune.stream_of(model)` finds it.
 
@@ -46,7 +54,7 @@ class Stream:
     def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], residency: Residency) -> None:
         self.observers: list[Callable[[Visit], None]] = []
         self._model, self._residency = model, residency
-        self._rows: int | None = None
+        self._pass: _Pass | None = None
         self._signature = inspect.signature(type(model).forward)
         self._takes_use_cache = any(
             name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD
@@ -103,14 +111,16 @@ class Stream:
         self._residency.close()
 
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._trains():
+        """One call of a layer, in place of its forward."""
+        current = self._pass or _Pass(rows=None, trains=self._trains())
+        rows = current.rows
+        if current.trains and torch.is_grad_enabled():
             # The recompute would append to a cache a second time: right loss, wrong gradients.
             args = tuple(None if isinstance(a, Cache) else a for a in args)
             kwargs = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
             if "use_cache" in kwargs:
                 kwargs["use_cache"] = False
-        rows = self._rows
-        if not torch.is_grad_enabled() and not all(isinstance(v, _PLAIN) for v in (*args, *kwargs.values())):
+        elif not all(isinstance(v, _PLAIN) for v in (*args, *kwargs.values())):
             rows = None  # a cache holds all rows: the batch stays together
         return layer(args, kwargs, rows)
 
@@ -128,9 +138,9 @@ class Stream:
         given = {**given.get("kwargs", {}), **given}
         batch = given.get("input_ids")
         batch = given.get("inputs_embeds") if batch is None else batch
-        self._rows = len(batch) if isinstance(batch, torch.Tensor) else None
+        self._pass = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, self._trains())
         # Some models keep their state on themselves rather than in a cache object.
-        if self._trains() and self._takes_use_cache:
+        if self._pass.trains and self._takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
@@ -138,7 +148,7 @@ class Stream:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters())
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._rows = None
+        self._pass = None
 
 
 class _Forward:

@@ -115,9 +115,7 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The conversation as one text. ValueError when the template refuses it."""
         if not messages:
-            raise ValueError(
-                "an assistant turn that opens a conversation answers nothing: put a turn before it"
-            )
+            raise ValueError("an answer that opens a conversation answers nothing: put a turn before it")
         return self._render(messages, add_generation_prompt=add_generation_prompt)[0]
 
     def learn(self, messages: Sequence[Message], learn_on: str, *, first: int = 0) -> tuple[str, list[Span]]:
@@ -188,9 +186,8 @@ class ChatRenderer:
         # Line ends between the turn's end token and the next header are never generated, so they are not
         # learned; where a template ends its turns with them instead of a token, they are.
         end = len(through.rstrip())
-        return len(prompt), end if end > len(prompt) and through[:end].endswith(self.special_tokens) else len(
-            through
-        )
+        closed = end > len(prompt) and through[:end].endswith(self.special_tokens)
+        return len(prompt), end if closed else len(through)
 
 
 def _choose_marks(marks: list[Span], answers: list[int], wanted: list[int]) -> list[Span]:

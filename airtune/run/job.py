@@ -91,6 +91,15 @@ def read_data(
     return rows, prepare(eval, tokenizer, **reading) if eval else None
 
 
+def encode_samples(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: PreparedData, chat_template: str | None
+) -> list[list[int]]:
+    """Ids of prompts, each written as the training rows are: as a user's turn where they are conversations."""
+    chat = rows.summary.form == "messages"
+    prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    return [encode_prompt(tokenizer, prompt, chat_template) for prompt in prompts]
+
+
 def choose_adapter(
     *,
     r: int,
@@ -145,7 +154,7 @@ def run_training(
     checkpoint: Path | None,
     config: Mapping[str, object],
     config_yaml: str,
-    chat_template: str | None,
+    sample_ids: Sequence[Sequence[int]],
     wandb: bool,
     project: str,
     run_name: str | None,
@@ -154,7 +163,8 @@ def run_training(
 ) -> None:
     """Train, save and report; `checkpoint` is where to go on from. JobError when the run cannot go on.
 
-    `config` is what W&B shows, `config_yaml` what the run's folder keeps.
+    `config` is what W&B shows, `config_yaml` what the run's folder keeps. `sample_prompts` are answered before
+    and after; `sample_ids` are their ids.
     """
     output_dir = Path(args.output_dir or "")
     _claim(output_dir, config_yaml, resuming=checkpoint is not None)
@@ -173,11 +183,9 @@ def run_training(
         callbacks=[progress, MetricsFile(output_dir / "metrics.jsonl"), *([tracker] if tracker else [])],
         counters=stream.counters,
     )
-    prompts = [_prompt(text, rows) for text in sample_prompts]
 
     def show_answers(when: str) -> None:
-        for text, prompt in zip(sample_prompts, prompts, strict=True):
-            ids = encode_prompt(tokenizer, prompt, chat_template)
+        for text, ids in zip(sample_prompts, sample_ids, strict=True):
             said = answer(model, tokenizer, ids, max_new_tokens=sample_max_new_tokens)
             progress.clear()
             sys.stdout.write(f"[{when} training] {text}\n    {said}\n")
@@ -200,11 +208,6 @@ def run_training(
     lines = read_metrics(output_dir / "metrics.jsonl")
     plot_losses(lines, output_dir / "loss.png")
     sys.stdout.write(report(lines, model, output_dir / "adapter"))
-
-
-def _prompt(text: str, rows: PreparedData) -> str | list[dict[str, object]]:
-    """A prompt as the training data would write it: a user's turn where that is conversations."""
-    return [{"role": "user", "content": text}] if rows.summary.form == "messages" else text
 
 
 def _claim(output_dir: Path, config_yaml: str, *, resuming: bool) -> None:

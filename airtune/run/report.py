@@ -37,13 +37,16 @@ def report(lines: Sequence[Mapping[str, float]], model: PeftModel, adapter: Path
     """What a run did and where its result is, for people."""
     steps = [line for line in lines if "loss" in line]
     evals = [line for line in lines if "eval_loss" in line]
-    seconds = sum(line["step_s"] for line in steps)
-    tokens = sum(line["tokens"] for line in steps)
-    facts = {"steps": f"{int(steps[-1]['step'])}", "training time": duration(seconds)}
-    facts["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+    facts = {"steps": f"{int(lines[-1]['step'])}"}
+    if steps:
+        # A line may stand for several steps (logging_steps); its tokens are theirs, its step_s is of one.
+        speeds = [(line["tokens"], line["tokens"] / line["tokens_per_s"]) for line in steps]
+        tokens, seconds = map(sum, zip(*speeds, strict=True))
+        facts["training time"] = duration(seconds)
+        facts["speed"] = f"{tokens / seconds:.0f} tokens/s"
+        facts["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     if evals:
         facts["eval loss"] = f"{evals[0]['eval_loss']:.4f} -> {evals[-1]['eval_loss']:.4f}"
-    facts["speed"] = f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
     facts["adapter"] = str(adapter)
     facts["load it"] = loading_line(model, adapter)
     return "\n" + "".join(f"{name:14}{value}\n" for name, value in facts.items())

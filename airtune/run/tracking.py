@@ -97,7 +97,9 @@ class MetricsFile(TrainerCallback):
         kept = b"".join(line for line in old if _step_of(line) <= state.global_step)
         self._good_nbytes = len(kept)
         self._unwritten = []
-        self.path.write_bytes(kept)
+        cut = self.path.with_name(f".{self.path.name}.partial")
+        cut.write_bytes(kept)
+        cut.replace(self.path)
 
     def on_log(
         self,

@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,21 +31,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from airtune.model.adapter_io import atomic_folder, load_adapter, save_adapter, write_adapter
+from airtune.run.batches import Batch, TokenRows, name_rows, supervised_count, token_count
 from airtune.run.tracking import StepMeter
 
 logger = logging.getLogger(__name__)
-
-IGNORED_LABEL = -100
-Batch = dict[str, Tensor]
-
-
-class TokenRows(Protocol):
-    """A dataset of {"input_ids", "labels"}, two sequences of int of equal length."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Sequence[int]]: ...
-
 
 _REFUSED = {
     "activation_checkpointing": "streaming recomputes each layer already",
@@ -64,11 +52,6 @@ _REFUSED = {
 
 class TrainingError(RuntimeError):
     """The run cannot go on; its text is complete. The adapter is as it was after the last whole step."""
-
-
-def supervised_tokens(labels_BS: Tensor) -> int:
-    """How many tokens of a batch are predicted: from position 1 on, since nothing precedes position 0."""
-    return int((labels_BS[:, 1:] != IGNORED_LABEL).sum())
 
 
 class StreamedTrainer(Trainer):
@@ -144,13 +127,13 @@ class StreamedTrainer(Trainer):
         batches: list[Batch] = super().get_batch_samples(epoch_iterator, num_batches, device)[0]
         self._step_batches = batches
         for batch in batches:
-            if supervised_tokens(batch["labels"]) == 0:
+            if supervised_count(batch) == 0:
                 raise TrainingError(
                     f"step {self._step}: {self._rows([batch])} have no supervised token, so nothing to "
                     "learn. Look at learn_on and max_length, or take the rows out"
                 )
-        supervised = sum(supervised_tokens(batch["labels"]) for batch in batches)
-        self.meter.count(tokens=sum(map(_tokens, batches)), supervised_tokens=supervised)
+        supervised = sum(map(supervised_count, batches))
+        self.meter.count(tokens=sum(map(token_count, batches)), supervised_tokens=supervised)
         return batches, supervised
 
     def compute_loss(
@@ -167,7 +150,7 @@ class StreamedTrainer(Trainer):
                 raise TrainingError(
                     f"step {self._step}: the loss is {loss.item()} for {self._rows([inputs])}. {_ADVICE}"
                 )
-            loss = loss * (supervised_tokens(inputs["labels"]) / num_items_in_batch)
+            loss = loss * (supervised_count(inputs) / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _mean_loss(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, object]:
@@ -208,7 +191,7 @@ class StreamedTrainer(Trainer):
         # A data loader draws a seed for its workers: without the fork, evaluating would change later dropout.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
-                if count := supervised_tokens(inputs["labels"]):
+                if count := supervised_count(inputs):
                     nll += count * self._mean_loss(self._peft_model, inputs)[0].item()
                     total += count
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -273,12 +256,7 @@ class StreamedTrainer(Trainer):
         return int(self.state.global_step) + 1
 
     def _rows(self, batches: Sequence[Batch]) -> str:
-        """The rows of `batches` by their place in the training data. Searches by content; only for errors."""
-        wanted = [ids for batch in batches for ids in _id_lists(batch)]
-        rows = self._train_rows
-        found = [i for i in range(len(rows)) if list(rows[i]["input_ids"]) in wanted]
-        shown = ", ".join(map(str, found[:16])) + (", ..." if len(found) > 16 else "")
-        return f"rows {shown} of the training data (counted from 0, without dropped ones)"
+        return name_rows(batches, self._train_rows)
 
 
 _ADVICE = (
@@ -304,15 +282,3 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             raise ValueError(f"{name} cannot be used with streaming: {reason}")
     if args.deepspeed or args.fsdp:
         raise ValueError("deepspeed and fsdp cannot be used with streaming: layers are streamed, not sharded")
-
-
-def _tokens(batch: Batch) -> int:
-    """Tokens without padding."""
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
-
-
-def _id_lists(batch: Batch) -> list[list[int]]:
-    ids_BS, mask_BS = batch["input_ids"], batch.get("attention_mask")
-    if mask_BS is None:
-        return [ids_S.tolist() for ids_S in ids_BS]
-    return [ids_S[mask_S.bool()].tolist() for ids_S, mask_S in zip(ids_BS, mask_BS, strict=True)]

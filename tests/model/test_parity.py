@@ -142,7 +142,7 @@ def test_dropout_gradient_is_the_slope_of_the_loss(tmp_path: Path) -> None:
     direction = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in parameters.items()}
     slope = sum((p.grad * direction[n]).sum() for n, p in parameters.items() if p.grad is not None)
     values = []
-    for step in (1e-3, -1e-3):  # transformers computes the loss itself in float32
+    for step in (2e-4, -2e-4):  # transformers computes the loss itself in float32
         with torch.no_grad():
             for n, p in parameters.items():
                 p.add_(direction[n], alpha=step)
@@ -150,7 +150,7 @@ def test_dropout_gradient_is_the_slope_of_the_loss(tmp_path: Path) -> None:
         with torch.no_grad():
             for n, p in parameters.items():
                 p.sub_(direction[n], alpha=step)
-    assert (values[0] - values[1]) / 2e-3 == pytest.approx(float(slope), rel=1e-3)
+    assert (values[0] - values[1]) / 4e-4 == pytest.approx(float(slope), rel=2e-3)
 
 
 def test_an_open_cache_does_not_reach_the_recompute(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def state(step: int, max_steps: int = 10) -> TrainerState:
 CONTROL = TrainerControl()
 
 
-# --- metrics.jsonl ----------------------------------------------------------------------------------------
+# --- metrics.jsonl --------------------------------------------------------------------------------
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_logged(tmp_path: Path, args: TrainingArguments):
@@ -88,7 +88,7 @@ def test_a_full_disk_loses_no_line(
     assert [line["loss"] for line in read_metrics(path)] == [3.0, 2.0, 1.0]
 
 
-# --- the meter --------------------------------------------------------------------------------------------
+# --- the meter ------------------------------------------------------------------------------------
 
 
 def test_counters_grow_per_step_and_evaluation_between_steps_does_not_count(
@@ -121,7 +121,7 @@ def test_counters_grow_per_step_and_evaluation_between_steps_does_not_count(
     assert meter.take() == {"tokens": 0, "supervised_tokens": 0, "step_s": 0.0, "tokens_per_s": 0.0}
 
 
-# --- progress ---------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -221,7 +221,7 @@ def test_durations():
     assert [duration(s) for s in (6.6, 754, 11527)] == ["0:07", "12:34", "3:12:07"]
 
 
-# --- Weights & Biases --------------------------------------------------------------------------------------
+# --- Weights & Biases -----------------------------------------------------------------------------
 
 
 def tracker(folder: Path) -> WandbTracker:
@@ -294,7 +294,7 @@ def test_wandb_that_breaks_later_is_said_once(
     assert caplog.text.count("service gone") == 1
 
 
-# --- the picture --------------------------------------------------------------------------------------------
+# --- the picture ----------------------------------------------------------------------------------
 
 LINES: list[Mapping[str, float]] = [
     {"step": 1, "loss": 2.0},

@@ -1,4 +1,4 @@
-"""The trainer takes the step it was asked for, or none: loss per token, stops before the optimizer, bit-equal resume."""
+"""The trainer takes the step it was asked for or none: loss per token, early stops, resume bit for bit."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Gradients(TrainerCallback):
             self.first = [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
 
-# --- the loss -----------------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(6, 1), (3, 2), (2, 3), (1, 6)])
@@ -173,7 +173,7 @@ def test_eval_loss_is_per_token_of_all_rows_and_training_goes_on_in_training_mod
     assert [line["step"] for line in evaluated.state.log_history if "eval_loss" in line] == [2, 4, 6]
 
 
-# --- faults stop before the optimizer -------------------------------------------------------------------------
+# --- faults stop before the optimizer -------------------------------------------------------------
 
 
 def snapshot(model: PeftModel) -> dict[str, Tensor]:
@@ -234,14 +234,14 @@ def test_a_batch_without_supervised_tokens_is_an_error(tmp_path: Path):
         tmp_path, rows=rows, per_device_train_batch_size=1, train_sampling_strategy="sequential"
     )
     before = snapshot(trainer.model)
-    with pytest.raises(TrainingError, match="step 3: rows 2 of the training data .*no supervised token"):
+    with pytest.raises(TrainingError, match=r"step 3: rows 2 of the training data .*no supervised token"):
         trainer.train()
     assert any(not torch.equal(tensor, before[key]) for key, tensor in adapter_tensors(trainer.model).items())
     with pytest.raises(TrainingError, match="evaluation rows have no supervised token"):
         trainer.evaluate(eval_dataset=rows[2:3])
 
 
-# --- what cannot be honoured is refused -----------------------------------------------------------------------
+# --- what cannot be honoured is refused -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,13 +286,13 @@ def test_the_model_is_never_moved_cast_or_wrapped(tmp_path: Path, monkeypatch: p
     assert model.forward == forward
 
 
-# --- resume ---------------------------------------------------------------------------------------------------
+# --- resume ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("batch", [2, 5])
 def test_resume_is_bit_equal(tmp_path: Path, batch: int, accumulation: int):
-    """6 steps straight against 3, a new process's worth of state, and 3 more; with dropout, over epoch borders."""
+    """6 steps straight against 3, new objects, and 3 more; with dropout, inside an epoch and at its end."""
     options = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
@@ -427,9 +427,15 @@ def test_resuming_a_finished_run_takes_no_extra_step(tmp_path: Path):
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path):
     """A learning rate that destroys what it has learned: the first evaluation is the best."""
     options = {
-        "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_steps": 6, "eval_steps": 1, "save_steps": 1,
-        "eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 2,
-    }  # fmt: skip
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
     trainer = trainer_for(tmp_path, eval_dataset=ragged_rows(5), **options)
     trainer.train()
     evals = {line["step"]: line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line}

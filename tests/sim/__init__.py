@@ -110,7 +110,9 @@ def load_sim() -> Simulator:
         RuntimeError: the compiler failed (the message holds its output), or a real accelerator is present.
     """
     if torch.cuda.is_available():
-        raise RuntimeError('a CUDA device is present and "sim" would take its place: set CUDA_VISIBLE_DEVICES=""')
+        raise RuntimeError(
+            'a CUDA device is present and "sim" would take its place: set CUDA_VISIBLE_DEVICES=""'
+        )
     extension = _import(_build())
     extension.set_visible(False)
     torch.utils.rename_privateuse1_backend("sim")
@@ -168,7 +170,12 @@ def _compile(name: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted build left, its lock included
     folder.mkdir()
     cpp_extension.load(
-        name, [str(_SOURCE)], build_directory=str(folder), extra_cflags=_FLAGS, is_python_module=False, verbose=False
+        name,
+        [str(_SOURCE)],
+        build_directory=str(folder),
+        extra_cflags=_FLAGS,
+        is_python_module=False,
+        verbose=False,
     )
 
 

@@ -528,9 +528,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 // The same bytes as a CPU tensor. It does not keep the device memory alive.
 Tensor as_cpu(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_privateuseone()) return tensor;
-  return at::from_blob(
+  auto same = at::from_blob(
       const_cast<void*>(tensor.storage().data()), tensor.sizes(), tensor.strides(), tensor.storage_offset(),
       [](void*) {}, tensor.options().device(at::kCPU).requires_grad(false));
+  same._set_conj(tensor.is_conj());
+  same._set_neg(tensor.is_neg());
+  return same;
 }
 
 std::optional<Tensor> as_cpu(const std::optional<Tensor>& tensor) {
@@ -639,6 +642,15 @@ Tensor& set_source_storage(Tensor& self, at::Storage source) {
 
 Tensor& set_source_tensor(Tensor& self, const Tensor& source) {
   return set_source_view(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+// As on other accelerators, `parameter.data = there` may change the device; Module.to keeps tied weights by
+// it.
+bool has_compatible_shallow_copy_type(const Tensor& self, const Tensor& from) {
+  auto is_dense = [](const Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_privateuseone());
+  };
+  return is_dense(self) && is_dense(from);
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
@@ -802,6 +814,14 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad_outpu
   return {to_sim(std::get<0>(grads)), to_sim(std::get<1>(grads)), to_sim(std::get<2>(grads))};
 }
 
+// Accelerators count integers too, and transformers' experts rely on it; the CPU counts floating point only.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  begin_kernel("aten::histc", {self});
+  const auto values = as_cpu(self);
+  if (values.is_floating_point()) return to_sim(at::histc(values, bins, min, max));
+  return to_sim(at::histc(values.to(at::kDouble), bins, min, max).to(values.scalar_type()));
+}
+
 // The CPU's own native_dropout draws from the host's generator, whatever it is asked.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   begin_kernel("aten::native_dropout", {input});
@@ -880,16 +900,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+  m.impl("histc", histc);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("native_dropout", native_dropout);
   m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
-  // PyTorch composes these from simpler operators for a device without kernels of its own; the CPU, like every
-  // accelerator, has kernels, which round otherwise.
+  // PyTorch composes these from simpler operators for a device without kernels of its own; the CPU, like
+  // every accelerator, has kernels, which round otherwise.
   for (const char* composed : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm"})
     m.impl(composed, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+
+// A copy resolves lazy conjugation and negation itself; PyTorch's own way to resolve them is a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 // Autocast casts the same operators as on the other accelerators. The macros want to be inside namespace at.
 namespace at {

@@ -60,7 +60,9 @@ def test_allocation_beyond_the_cap_raises(sim: Simulator) -> None:
     before = sim.now()
     sim.set_cap(before + 100)
     torch.empty(100, dtype=torch.uint8, device="sim")
-    with pytest.raises(torch.OutOfMemoryError, match=rf"asked for 101 bytes with {before} of {before + 100} bytes"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=rf"asked for 101 bytes with {before} of {before + 100} bytes"
+    ):
         torch.empty(101, dtype=torch.uint8, device="sim")
     assert sim.now() == before
 
@@ -100,7 +102,9 @@ def test_missing_wait_is_a_wrong_value_and_a_race(sim: Simulator) -> None:
     torch.accelerator.synchronize()
     ready = late_copy(torch.Stream(device="sim"), slot, torch.ones(4).pin_memory())
     assert slot.sum().item() == 0
-    assert len(sim.races()) == 1 and "may still be writing" in sim.races()[0] and "aten::sum" in sim.races()[0]
+    assert (
+        len(sim.races()) == 1 and "may still be writing" in sim.races()[0] and "aten::sum" in sim.races()[0]
+    )
     current().wait_event(ready)
     assert slot.sum().item() == 4
     sim.reset()
@@ -132,7 +136,11 @@ def test_copy_to_the_host_is_poison_until_synchronised(sim: Simulator) -> None:
 
 
 def test_copies_on_the_compute_stream_are_late_for_the_host_only(sim: Simulator) -> None:
-    host, slot, back = torch.ones(4).pin_memory(), torch.zeros(4, device="sim"), torch.empty(4, pin_memory=True)
+    host, slot, back = (
+        torch.ones(4).pin_memory(),
+        torch.zeros(4, device="sim"),
+        torch.empty(4, pin_memory=True),
+    )
     slot.copy_(host, non_blocking=True)
     back.copy_(slot * 2, non_blocking=True)
     assert back.isnan().all()
@@ -175,7 +183,9 @@ def test_elapsed_time_is_refused(sim: Simulator) -> None:
 # ------------------------------------------------------------------------------------------------ happens-before
 
 
-def stream_layers(sim: Simulator, slots: int, copy_waits: bool, compute_waits: bool, layers: int = 6) -> Tensor:
+def stream_layers(
+    sim: Simulator, slots: int, copy_waits: bool, compute_waits: bool, layers: int = 6
+) -> Tensor:
     """Sum of the layers' weights 0, 1, ... computed on the device through a ring of slots."""
     host = [torch.full((8,), float(layer)).pin_memory() for layer in range(layers)]
     ring = torch.empty(slots, 8, device="sim")
@@ -206,7 +216,9 @@ def test_copy_that_does_not_wait_for_compute_is_a_race(sim: Simulator, slots: in
     total = stream_layers(sim, slots, copy_waits=False, compute_waits=True)
     assert total.tolist() == [15.0] * 8  # the value is right here, and would be wrong on hardware
     assert len(sim.races()) == slots  # one sentence for each slot, however often it happens
-    assert all("a host-to-device copy on stream" in race and "may still be reading" in race for race in sim.races())
+    assert all(
+        "a host-to-device copy on stream" in race and "may still be reading" in race for race in sim.races()
+    )
     sim.reset()
 
 
@@ -456,8 +468,12 @@ def test_attention_and_its_gradients_equal_the_cpu(
     assert all(torch.equal(here, there) for here, there in zip(run("cpu"), run("sim"), strict=True))
 
 
-@pytest.mark.parametrize("activation", [F.silu, F.mish, F.gelu, lambda x: F.layer_norm(x, (9,)), lambda x: x.softmax(-1)])
-def test_elementwise_and_norm_gradients_equal_the_cpu(sim: Simulator, activation: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "activation", [F.silu, F.mish, F.gelu, lambda x: F.layer_norm(x, (9,)), lambda x: x.softmax(-1)]
+)
+def test_elementwise_and_norm_gradients_equal_the_cpu(
+    sim: Simulator, activation: Callable[[Tensor], Tensor]
+) -> None:
     torch.manual_seed(0)
     inputs, grad = torch.randn(5, 9), torch.randn(5, 9)
     results = []
@@ -507,7 +523,26 @@ def test_views_indexing_and_convolution(sim: Simulator) -> None:
     there = copy.deepcopy(here).to("sim")
     for conv in (here, there):
         conv(torch.ones(1, 4, 9, device=conv.weight.device)).square().sum().backward()
-    assert torch.equal(here.weight.grad, there.weight.grad.cpu()) and torch.equal(here.bias.grad, there.bias.grad.cpu())
+    assert torch.equal(here.weight.grad, there.weight.grad.cpu()) and torch.equal(
+        here.bias.grad, there.bias.grad.cpu()
+    )
+
+
+def test_integers_are_counted_and_complex_numbers_conjugated(sim: Simulator) -> None:
+    experts = torch.tensor([0, 2, 2], dtype=torch.int32, device="sim")
+    assert experts.histc(bins=3, min=0, max=2).tolist() == [1, 0, 2]
+    z = torch.complex(torch.ones(2), torch.arange(2.0)).to("sim")
+    assert z.conj().cpu().tolist() == [1 - 0j, 1 - 1j]
+    assert torch.view_as_real(z).grad_fn is None and z.conj().imag.tolist() == [0, -1]
+
+
+def test_moving_a_module_keeps_its_ties(sim: Simulator) -> None:
+    embed, head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    head.weight = embed.weight
+    model = nn.Sequential(embed, head).to("sim")
+    assert model[0].weight is model[1].weight and model[0].weight.device.type == "sim"
+    embed.weight.data = torch.zeros(4, 3)  # a visit that ends gives the parameter host memory again
+    assert head.weight.device.type == "cpu"
 
 
 def test_autocast(sim: Simulator) -> None:
@@ -545,7 +580,9 @@ def test_transformers_trains_and_generates(sim: Simulator) -> None:
         assert torch.equal(left.grad, right.grad.cpu()), name
     prompt = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS)}
     answers = [
-        model.generate(**{k: v.to(model.device) for k, v in prompt.items()}, max_new_tokens=4, do_sample=False)
+        model.generate(
+            **{k: v.to(model.device) for k, v in prompt.items()}, max_new_tokens=4, do_sample=False
+        )
         for model in (here, there)
     ]
     assert answers[1].device.type == "sim" and torch.equal(answers[0], answers[1].cpu())

@@ -1,0 +1,90 @@
+"""Activations on their way between the host, where they wait, and the device, where a layer computes.
+
+While micro-batch i computes, i+1 is on its way up and i-1 on its way down, each on a stream of its own. The host runs far
+ahead of the device, so it would queue every micro-batch's upload at once and their memory with it; therefore an upload starts
+only when the micro-batch before the previous one is done, and the device holds two micro-batches of inputs however many there
+are. When the device is the CPU nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Hops:
+    """The two directions, for one visit of a layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stays = device.type == "cpu"
+        self._running: deque[torch.Event] = deque()
+        if not self._stays:
+            self._up, self._down = _streams(device)
+
+    def send(self, leaves: Sequence[Any]) -> list[Any]:
+        """Start moving the tensors among `leaves` to the device; `arrive` must come before they are used."""
+        if self._stays:
+            return list(leaves)
+        if len(self._running) > 1:
+            self._running.popleft().synchronize()
+        with self._up:
+            return [self._lift(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == self._device else tensor.to(self._device, non_blocking=True)
+
+    def arrive(self, leaves: Sequence[Any]) -> None:
+        """Let the current stream wait for everything that was sent, and own it."""
+        if self._stays:
+            return
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(self._up.record_event())
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf.record_stream(current)
+
+    def computed(self) -> None:
+        """Mark the end of a micro-batch's work on the current stream."""
+        if not self._stays:
+            self._running.append(torch.accelerator.current_stream(self._device).record_event())
+
+    def bring(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a result into host memory; it is there after `finish`."""
+        if self._stays or into.device.type != "cpu":
+            into.copy_(tensor)
+            return
+        self._down.wait_event(torch.accelerator.current_stream(self._device).record_event())
+        with self._down:
+            into.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._down)
+
+    def home(self, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
+        """A result at home, as it is if it is there already; there after `finish`."""
+        if tensor.device == home:
+            return tensor
+        into = self.host_like(tensor.shape, tensor.dtype, home)
+        self.bring(tensor, into)
+        return into
+
+    def host_like(self, shape: Sequence[int], dtype: torch.dtype, home: torch.device) -> torch.Tensor:
+        """Memory at home for a result: pinned when the device is another one, so that copies can run beside compute."""
+        return torch.empty(shape, dtype=dtype, device=home, pin_memory=not self._stays and home.type == "cpu")
+
+    def finish(self) -> None:
+        """Wait until every result is on the host."""
+        if not self._stays:
+            self._down.synchronize()
+
+
+_STREAMS: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+
+
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    """One stream a direction and device: memory that the allocator keeps for a stream is then reused from visit to visit."""
+    if device not in _STREAMS:
+        _STREAMS[device] = (torch.Stream(device=device), torch.Stream(device=device))
+    return _STREAMS[device]
