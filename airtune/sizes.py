@@ -11,7 +11,8 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes in `size`: an integer, or a number with a unit (kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024).
+    """Bytes in `size`: an integer, or a number with a unit (kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of
+    1024).
 
     Raises:
         ValueError: not a size, or not positive.
@@ -21,7 +22,9 @@ def parse_bytes(size: str | int) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'{size!r} is not a size; write bytes as a number with a unit, such as "4GB" or "512MiB"')
+            raise ValueError(
+                f'{size!r} is not a size; write bytes as a number with a unit, such as "4GB" or "512MiB"'
+            )
         nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
     if nbytes <= 0:
         raise ValueError(f"a size must be positive, got {size!r}")

@@ -1,4 +1,6 @@
-"""Resident twins of streamed models: plain transformers + PEFT, all weights in memory, torch's own autograd."""
+"""Resident twins of streamed models: plain transformers + PEFT, all weights in memory, torch's own
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests import zoo
 
 
 def lora(model: PreTrainedModel, name: str, *, dropout: float = 0.0) -> LoraConfig:
-    """LoRA on all that PEFT can adapt; B is random too, so that every gradient is there from the first step."""
+    """LoRA on all that PEFT can adapt; B is random too, so that every gradient is there from the first
+    step.
+    """
     targets = zoo.lora_targets(model, name)
     transposed = type(model.get_submodule(targets[0])) is Conv1D
     return LoraConfig(
@@ -33,7 +37,9 @@ def lora(model: PreTrainedModel, name: str, *, dropout: float = 0.0) -> LoraConf
     )
 
 
-def resident(name: str, folder: Path, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> PeftModel:
+def resident(
+    name: str, folder: Path, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32
+) -> PeftModel:
     """transformers' model with PEFT's adapter, seeded. Experts run one by one, as they do when streamed."""
     base = zoo.model_class(name).from_pretrained(folder, dtype=dtype)
     base.set_experts_implementation("eager")

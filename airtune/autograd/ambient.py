@@ -1,8 +1,8 @@
 """What a computation depends on besides its inputs: random state and autocast.
 
-A layer is computed twice, once forward and once to get its gradients. Dropout that draws another mask the second time leaves
-the loss exactly as it was and makes every gradient wrong, so both are captured before the first run and restored around the
-second.
+A layer is computed twice, once forward and once to get its gradients. Dropout that draws another mask the
+second time leaves the loss exactly as it was and makes every gradient wrong, so both are captured before
+the first run and restored around the second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Ambient:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, draws and casts are those that followed the snapshot; afterwards, the caller's own state is back."""
+        """Inside, draws and casts are those that followed the snapshot; afterwards, the caller's own state
+        is back.
+        """
         with ExitStack() as stack:
             stack.enter_context(kept_rng(self.device))
             for kind, enabled, dtype in self.autocast:

@@ -1,9 +1,9 @@
 """Activations on their way between the host, where they wait, and the device, where a layer computes.
 
-While micro-batch i computes, i+1 is on its way up and i-1 on its way down, each on a stream of its own. The host runs far
-ahead of the device, so it would queue every micro-batch's upload at once and their memory with it; therefore an upload starts
-only when the micro-batch before the previous one is done, and the device holds two micro-batches of inputs however many there
-are. When the device is the CPU nothing moves.
+While micro-batch i computes, i+1 is on its way up and i-1 on its way down, each on a stream of its own. The
+host runs far ahead of the device, so it would queue every micro-batch's upload at once and their memory with
+it; therefore an upload starts only when the micro-batch before the previous one is done, and the device holds
+two micro-batches of inputs however many there are. When the device is the CPU nothing moves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Hops:
         return into
 
     def host_like(self, shape: Sequence[int], dtype: torch.dtype, home: torch.device) -> torch.Tensor:
-        """Memory at home for a result: pinned when the device is another one, so that copies can run beside compute."""
+        """Memory at home for a result: pinned when the device is another one, so that copies can run
+        beside compute.
+        """
         return torch.empty(shape, dtype=dtype, device=home, pin_memory=not self._stays and home.type == "cpu")
 
     def finish(self) -> None:
@@ -84,7 +86,9 @@ _STREAMS: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
 
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-    """One stream a direction and device: memory that the allocator keeps for a stream is then reused from visit to visit."""
+    """One stream a direction and device: memory that the allocator keeps for a stream is then reused from
+    visit to visit.
+    """
     if device not in _STREAMS:
         _STREAMS[device] = (torch.Stream(device=device), torch.Stream(device=device))
     return _STREAMS[device]

@@ -1,7 +1,7 @@
 """One call of a streamed layer: its first run, its second run, and the sums of gradients.
 
-Both runs take the batch in micro-batches, in the same order and with the same random state. Nothing but the inputs, and what
-the second run must restore, is kept in between.
+Both runs take the batch in micro-batches, in the same order and with the same random state. Nothing but the
+inputs, and what the second run must restore, is kept in between.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ class Weights(Protocol):
     def visit(self, direction: Direction) -> AbstractContextManager[object]:
         """Inside, the layer's parameters are on `device`.
 
-        Yields a token: two visits that yield equal ones found the weights in the same memory, untouched in between.
+        Yields a token: two visits that yield equal ones found the weights in the same memory, untouched in
+            between.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The leaves of a call without its tensors, which only `save_for_backward` may keep (hooks can move them elsewhere)."""
+    """The leaves of a call without its tensors, which only `save_for_backward` may keep (hooks can move
+    them elsewhere).
+    """
 
     others: tuple[Any, ...]
     tensors: tuple[int, ...]
@@ -85,7 +88,9 @@ class LayerCall:
     _versions: tuple[int, ...] = ()
 
     def first_run(self, inputs: Sequence[Any], token: object) -> tuple[list[torch.Tensor], Layout]:
-        """The layer on every micro-batch: its new tensors, joined on the inputs' device, and where they belong."""
+        """The layer on every micro-batch: its new tensors, joined on the inputs' device, and where they
+        belong.
+        """
         tensors = self.arguments.tensors
         hops = Hops(self.weights.device)
         home = inputs[tensors[0]].device if tensors else torch.device("cpu")
@@ -95,7 +100,9 @@ class LayerCall:
             versions = [leaves[i]._version for i in tensors]
             made, layout = self._run_once(leaves)
             if self.differentiable and [leaves[i]._version for i in tensors] != versions:
-                raise RuntimeError(f"{self.name} changes an input in place; its gradients cannot be recomputed")
+                raise RuntimeError(
+                    f"{self.name} changes an input in place; its gradients cannot be recomputed"
+                )
             self.tracked = tuple(tensor.requires_grad for tensor in made)
             join.add(index, [tensor.detach() for tensor in made])
             if self.keep_graph:
@@ -123,7 +130,9 @@ class LayerCall:
             with torch.enable_grad(), self._ambients[index].restored():
                 made, _ = self._run(leaves)
             if len(made) != len(self.tracked):
-                raise RuntimeError(f"{self.name} made {len(made)} tensors in backward, {len(self.tracked)} in forward")
+                raise RuntimeError(
+                    f"{self.name} made {len(made)} tensors in backward, {len(self.tracked)} in forward"
+                )
             gradients.add(self.split.slices[index], leaves, made, moved, hops)
         hops.finish()
 
@@ -135,7 +144,9 @@ class LayerCall:
         return self._run(leaves)[0]
 
     def check_unchanged(self) -> None:
-        """RuntimeError when an adapter was changed since the first run: the recompute would be another function."""
+        """RuntimeError when an adapter was changed since the first run: the recompute would be another
+        function.
+        """
         if tuple(p._version for p in self.parameters) != self._versions:
             raise RuntimeError(
                 f"an adapter of {self.name} was changed between forward and backward; "
@@ -145,7 +156,9 @@ class LayerCall:
     def _micro_batches(
         self, inputs: Sequence[Any], grads: Sequence[torch.Tensor | None], hops: Hops
     ) -> Iterator[tuple[int, list[Any], list[Any]]]:
-        """(index, leaves, gradients of the outputs), on the device; the next micro-batch is on its way meanwhile."""
+        """(index, leaves, gradients of the outputs), on the device; the next micro-batch is on its way
+        meanwhile.
+        """
         count = len(self.split.slices)
 
         def send(index: int) -> list[Any]:
@@ -192,7 +205,9 @@ class LayerCall:
 
 
 class Gradients:
-    """Sums what the micro-batches give: adapters' gradients over all, inputs' by rows (or summed, when passed whole)."""
+    """Sums what the micro-batches give: adapters' gradients over all, inputs' by rows (or summed, when
+    passed whole).
+    """
 
     def __init__(self, call: LayerCall, inputs: Sequence[Any], needed: Sequence[bool]) -> None:
         self._call, self._inputs = call, inputs

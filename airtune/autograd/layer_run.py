@@ -1,10 +1,11 @@
 """One run of a layer, with everything that enters and leaves it made explicit.
 
-A layer takes and returns more than one tensor: up to five positional arguments, tuples, dicts of masks. Some also speak
-through side doors: they write keys and values into a dict that later layers read, or hooks inside them append router logits
-to lists that an auxiliary loss is computed from. A side door that a recomputing Function does not know about keeps the loss
-exactly right and loses the gradient. So a run is flattened: a list of leaves in, a list of tensors out, and a `Layout` that
-says how to put what came out back where the caller expects it: return value, changed containers, recorded values.
+A layer takes and returns more than one tensor: up to five positional arguments, tuples, dicts of masks. Some
+also speak through side doors: they write keys and values into a dict that later layers read, or hooks inside
+them append router logits to lists that an auxiliary loss is computed from. A side door that a recomputing
+Function does not know about keeps the loss exactly right and loses the gradient. So a run is flattened: a
+list of leaves in, a list of tensors out, and a `Layout` that says how to put what came out back where the
+caller expects it: return value, changed containers, recorded values.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Layout:
     spec: TreeSpec
     leaves: tuple[_Input | _Made | _Constant, ...]
 
-    def rebuild(self, made: Sequence[torch.Tensor], inputs: Sequence[Any]) -> tuple[Any, dict[int, Any], list]:
+    def rebuild(
+        self, made: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> tuple[Any, dict[int, Any], list]:
         """(return value, {position of a container argument: its new content}, [(list name, value)])."""
 
         def leaf(ref: _Input | _Made | _Constant) -> Any:
@@ -81,7 +84,9 @@ class Layout:
 
 
 def blank(lists: Lists | None) -> Lists | None:
-    """Lists of the same lengths with nothing in them: hooks look at the length, never at what others recorded."""
+    """Lists of the same lengths with nothing in them: hooks look at the length, never at what others
+    recorded.
+    """
     if lists is None:
         return None
     return {key: [None] * len(value) if isinstance(value, list) else value for key, value in lists.items()}
@@ -94,7 +99,8 @@ def run_layer(
     recording: Recording,
     lists: Lists | None,
 ) -> tuple[list[torch.Tensor], Layout]:
-    """Call `forward(*args, **kwargs)` on the flattened arguments; returns the new tensors and where they belong.
+    """Call `forward(*args, **kwargs)` on the flattened arguments; returns the new tensors and where they
+    belong.
 
     Containers among the arguments are fresh copies, so the caller's own stay untouched until `apply_changes`.
     """

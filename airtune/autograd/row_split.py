@@ -1,9 +1,10 @@
 """Splitting a layer's batch into micro-batches, and the proof that it may be split.
 
-All micro-batches of a step go through a layer while its weights are there, so weights cross once per layer and not once per
-micro-batch. Which arguments carry the batch is not guessed from their names: a tensor whose leading size is the number of
-rows is sliced, the rest is passed whole. That can be wrong (a layer that mixes rows, a leading axis that is something else),
-so before a layer is first split, its output for two rows is compared with its outputs for each row alone.
+All micro-batches of a step go through a layer while its weights are there, so weights cross once per layer
+and not once per micro-batch. Which arguments carry the batch is not guessed from their names: a tensor
+whose leading size is the number of rows is sliced, the rest is passed whole. That can be wrong (a layer
+that mixes rows, a leading axis that is something else), so before a layer is first split, its output for
+two rows is compared with its outputs for each row alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 from airtune.autograd.hops import Hops
 
-# Kernels round differently for another batch size; a row that is mixed up is off by a factor, not by a rounding.
+# Kernels round differently for another batch size; a row that is mixed up is off by a factor, not by a
+# rounding.
 _PROOF_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
@@ -52,10 +54,9 @@ def _leading(leaf: Any) -> int | None:
     return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
-def prove_split(
-    run: Callable[[slice], list[torch.Tensor]], split: RowSplit, name: str
-) -> tuple[bool, ...]:
-    """For each tensor that the layer makes: True if it is batched (joined by rows), False if every micro-batch makes it whole.
+def prove_split(run: Callable[[slice], list[torch.Tensor]], split: RowSplit, name: str) -> tuple[bool, ...]:
+    """For each tensor that the layer makes: True if it is batched (joined by rows), False if every
+    micro-batch makes it whole.
 
     Args:
         run: one run of the layer on the given rows, in evaluation mode, without gradients.
@@ -69,7 +70,9 @@ def prove_split(
     try:
         both, first, second = (run(rows) for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
     except (RuntimeError, IndexError, ValueError) as error:
-        raise MicroBatchError(_refusal(name, f"it fails on one or two rows of the batch ({error})")) from error
+        raise MicroBatchError(
+            _refusal(name, f"it fails on one or two rows of the batch ({error})")
+        ) from error
     if not len(both) == len(first) == len(second):
         raise MicroBatchError(_refusal(name, "it returns more or fewer tensors for one row than for two"))
     return tuple(_is_batched(two, a, b, name) for two, a, b in zip(both, first, second, strict=True))
@@ -88,18 +91,24 @@ def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
     if not got.is_floating_point():
         return torch.equal(got, want)
     wide = torch.float64 if got.dtype == torch.float64 else torch.float32
-    # Masked entries may be infinite on both sides.
-    difference = torch.where(got == want, 0, got.to(wide) - want.to(wide)).norm()
+    # Masked entries may be infinite on both sides; what is not a number is not a matter of rows.
+    same = (got == want) | (got.isnan() & want.isnan())
+    difference = torch.where(same, 0, got.to(wide) - want.to(wide)).norm()
     scale = torch.where(want.isfinite(), want, 0).to(wide).norm()
     return bool(difference <= _PROOF_TOLERANCE[got.dtype] * scale + 1e-6)
 
 
 def _refusal(name: str, reason: str) -> str:
-    return f"{name} cannot be run in micro-batches: {reason}. Set micro_batch_size to None (the whole batch at once)."
+    return (
+        f"{name} cannot be run in micro-batches: {reason}. "
+        "Set micro_batch_size to None (the whole batch at once)."
+    )
 
 
 class Join:
-    """Puts the tensors that the micro-batches make together on `home`, writing each where it belongs as it comes."""
+    """Puts the tensors that the micro-batches make together on `home`, writing each where it belongs as it
+    comes.
+    """
 
     def __init__(self, split: RowSplit, batched: Sequence[bool], home: torch.device, hops: Hops) -> None:
         self._split, self._batched, self._home, self._hops = split, batched, home, hops

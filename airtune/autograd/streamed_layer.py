@@ -2,17 +2,18 @@
 
     loss -> ... -> [layer 3] -> [layer 2] -> [layer 1] -> ids        every [ ] is one `_StreamedLayer`
 
-Forward runs the layer and keeps its inputs alone; backward visits it again, recomputes it with gradients and returns them.
-So between the two visits the weights can be anywhere, and the memory of one layer's graph is enough for any depth: at hidden
-size 5120 and 64 layers in bf16, 512 tokens leave 64 x 5.2 MB of inputs behind instead of 64 x ~250 MB of activations. The
-price is one more forward: 4 units of compute where a resident model spends 3 (LoRA needs no weight gradients), the same as
-ordinary gradient checkpointing.
+Forward runs the layer and keeps its inputs alone; backward visits it again, recomputes it with gradients and
+returns them. So between the two visits the weights can be anywhere, and the memory of one layer's graph is
+enough for any depth: at hidden size 5120 and 64 layers in bf16, 512 tokens leave 64 x 5.2 MB of inputs behind
+instead of 64 x ~250 MB of activations. The price is one more forward: 4 units of compute where a resident
+model spends 3 (LoRA needs no weight gradients), the same as ordinary gradient checkpointing.
 
-The gradients of adapters are outputs of backward like any other, never written to `.grad`: hooks, clipping, accumulation
-and reduction behave as everywhere else.
+The gradients of adapters are outputs of backward like any other, never written to `.grad`: hooks, clipping,
+accumulation and reduction behave as everywhere else.
 
-The first run is in grad mode, with every saved tensor dropped on the spot: kernels are chosen by `requires_grad` (scaled
-dot-product attention with a learned bias), so that a `no_grad` run would not be the run that the gradients belong to.
+The first run is in grad mode, with every saved tensor dropped on the spot: kernels are chosen by
+`requires_grad` (scaled dot-product attention with a learned bias), so that a `no_grad` run would not be the
+run that the gradients belong to.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class StreamedLayer:
         weights: brings the parameters to the device for the time of a visit.
         recording: the lists that hooks inside the layer append to.
         micro_batch_size: rows that go through the layer at once; None for all.
-        keep_graph: with a single micro-batch, keep the graph of the first run for the backward pass. For the layer that
-            backward visits first it saves the recompute and costs no memory at the peak; for others it costs their graph.
+        keep_graph: with a single micro-batch, keep the graph of the first run for the backward pass. For
+            the layer that backward visits first it saves the recompute and costs no memory at the peak; for
+            others it costs their graph.
     """
 
     module: torch.nn.Module
@@ -101,7 +103,9 @@ class StreamedLayer:
         key = (call.spec, call.split.batched, tuple(call.lists or ()))
         if key not in self._proofs:
             with torch.no_grad(), kept_rng(self.weights.device), _evaluating(self.module):
-                self._proofs[key] = prove_split(lambda rows: call.run_rows(inputs, rows), call.split, self.name)
+                self._proofs[key] = prove_split(
+                    lambda rows: call.run_rows(inputs, rows), call.split, self.name
+                )
         return self._proofs[key]
 
 
@@ -125,7 +129,9 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: LayerCall, made: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t, tracked in zip(made, call.tracked, strict=True) if not tracked))
+        ctx.mark_non_differentiable(
+            *(t for t, tracked in zip(made, call.tracked, strict=True) if not tracked)
+        )
         # Only the inputs: adapters are parameters that stay, and are read from their modules.
         ctx.save_for_backward(*tensors[: len(tensors) - len(call.parameters)])
         return made

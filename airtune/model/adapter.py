@@ -1,12 +1,13 @@
 """PEFT adapters on a model whose weights are not there.
 
-PEFT creates an adapter beside each base weight: on its device, with its dtype, initialised from the random state in the order
-of the modules. On the meta device it would create nothing. So while PEFT works, every absent parameter is a CPU tensor of the
-right shape whose elements all share one number (stride 0): PEFT runs its own code on it, draws the same numbers as on a
-resident model, and no memory is used.
+PEFT creates an adapter beside each base weight: on its device, with its dtype, initialised from the random
+state in the order of the modules. On the meta device it would create nothing. So while PEFT works, every
+absent parameter is a CPU tensor of the right shape whose elements all share one number (stride 0): PEFT
+runs its own code on it, draws the same numbers as on a resident model, and no memory is used.
 
-What PEFT would do quietly is said or refused here: a target that matches nothing, a target outside the decoder layers, a
-target that is no plain linear layer, targets that PEFT turns into expert parameters, initialisations that need base weights.
+What PEFT would do quietly is said or refused here: a target that matches nothing, a target outside the
+decoder layers, a target that is no plain linear layer, targets that PEFT turns into expert parameters,
+initialisations that need base weights.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, trainable: bool) -> Pe
         ValueError: `folder` holds no adapter, or one that a streamed model cannot run.
     """
     if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} has no adapter_config.json; expected a folder that PEFT's save_pretrained wrote")
+        raise ValueError(
+            f"{folder} has no adapter_config.json; expected a folder that PEFT's save_pretrained wrote"
+        )
     config = LoraConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder} holds a {config.peft_type} adapter; only LoRA is supported")
@@ -79,13 +82,16 @@ def _check_supported(lora: LoraConfig) -> None:
     refused = [name for name, used in unsupported.items() if used]
     if refused:
         raise ValueError(
-            f"this LoRA config uses {', '.join(refused)}, which needs base weights that are streamed and frozen. "
-            "Supported: LoRA on linear layers with bias='none' and an initialisation that does not read the weights."
+            f"this LoRA config uses {', '.join(refused)}, which needs base weights that are streamed and "
+            "frozen. Supported: LoRA on linear layers with bias='none' and an initialisation that does not read "
+            "the weights."
         )
 
 
 def _resolve_targets(model: PreTrainedModel, layers: Collection[str], lora: LoraConfig) -> LoraConfig:
-    """A copy of the config whose targets are spelled out and whose `exclude_modules` keeps PEFT inside the layers."""
+    """A copy of the config whose targets are spelled out and whose `exclude_modules` keeps PEFT inside the
+    layers.
+    """
     config = copy.deepcopy(lora)
     if config.target_modules is None:
         raise ValueError('target_modules is not set; name the linear layers, or use "all-linear"')
@@ -93,19 +99,19 @@ def _resolve_targets(model: PreTrainedModel, layers: Collection[str], lora: Lora
     inside = {name for name in modules if any(name.startswith(f"{layer}.") for layer in layers)}
     plain = {name for name in inside if _is_plain_linear(modules[name])}
     if config.target_modules == "all-linear":
-        config.target_modules = _all_linear(model, plain, config)
+        config.target_modules = sorted(_all_linear(model, plain, config))
     targets = config.target_modules
     matched = {name for name in modules if _matches(name, targets)}
     wanted = {name for name in matched & plain if not _matches(name, config.exclude_modules)}
     if isinstance(targets, str):
         unmatched = [] if wanted else [targets]
     else:
-        unmatched = sorted(t for t in targets if not any(_matches(name, [t]) for name in wanted))
+        unmatched = sorted(t for t in targets or () if not any(_matches(name, [t]) for name in wanted))
     if unmatched:
         known = sorted({name.rpartition(".")[2] for name in plain})
         raise ValueError(
-            f"target_modules {unmatched} match no linear layer in the decoder layers of {type(model).__name__}; "
-            f"its linear layers are called {known}"
+            f"target_modules {unmatched} match no linear layer in the decoder layers of "
+            f"{type(model).__name__}; its linear layers are called {known}"
         )
     strangers = {name for name in matched - wanted if not _matches(name, config.exclude_modules)}
     if strangers:
@@ -117,8 +123,8 @@ def _resolve_targets(model: PreTrainedModel, layers: Collection[str], lora: Lora
 def _is_plain_linear(module: nn.Module) -> bool:
     """Whether LoRA's x @ A @ B can stand beside the module.
 
-    A subclass of nn.Linear may return a tuple (routers) or group its features. All weights are ones here, so a plain
-    layer answers a row of ones with the number of its features.
+    A subclass of nn.Linear may return a tuple (routers) or group its features. All weights are ones here,
+    so a plain layer answers a row of ones with the number of its features.
     """
     if type(module) in (nn.Linear, Conv1D):
         return True
@@ -131,7 +137,11 @@ def _is_plain_linear(module: nn.Module) -> bool:
     except (RuntimeError, TypeError, ValueError):
         return False
     want = torch.full((1, module.out_features), float(module.in_features + (module.bias is not None)))
-    return isinstance(answer, torch.Tensor) and answer.shape == want.shape and torch.allclose(answer.float(), want, rtol=0.01)
+    return (
+        isinstance(answer, torch.Tensor)
+        and answer.shape == want.shape
+        and torch.allclose(answer.float(), want, rtol=0.01)
+    )
 
 
 def _all_linear(model: PreTrainedModel, plain: Collection[str], lora: LoraConfig) -> set[str]:
@@ -148,7 +158,9 @@ def _all_linear(model: PreTrainedModel, plain: Collection[str], lora: LoraConfig
 
 
 def _matches(name: str, targets: str | Collection[str] | None) -> bool:
-    """PEFT's rule: a string is a regular expression for the whole path, a list holds paths or their last parts."""
+    """PEFT's rule: a string is a regular expression for the whole path, a list holds paths or their last
+    parts.
+    """
     if not targets:
         return False
     if isinstance(targets, str):
@@ -172,8 +184,9 @@ def _check_injected(wrapped: PeftModel, asked: LoraConfig) -> None:
     config = wrapped.active_peft_config
     if config.target_parameters and not asked.target_parameters:
         raise ValueError(
-            f"PEFT turns targets of this mixture-of-experts model into expert parameters {sorted(config.target_parameters)}, "
-            f"which are not trained yet. Leave them out of target_modules; left are {sorted(config.target_modules)}."
+            "PEFT turns targets of this mixture-of-experts model into expert parameters "
+            f"{sorted(config.target_parameters)}, which are not trained yet. Leave them out of target_modules; "
+            f"left are {sorted(config.target_modules)}."
         )
     adapted = {name: module for name, module in wrapped.named_modules() if isinstance(module, LoraLayer)}
     strange = {
@@ -182,7 +195,9 @@ def _check_injected(wrapped: PeftModel, asked: LoraConfig) -> None:
         if not _is_plain_linear(module.get_base_layer())
     }
     if strange:
-        raise ValueError(f"LoRA only goes on plain linear layers, and the targets match {strange}; narrow target_modules")
+        raise ValueError(
+            f"LoRA only goes on plain linear layers, and the targets match {strange}; narrow target_modules"
+        )
     trainable = [name for name, p in wrapped.named_parameters() if p.requires_grad]
     assert all(".lora_" in name for name in trainable), "only adapters may be trainable"
     numel = sum(p.numel() for n, p in wrapped.named_parameters() if ".lora_" in n)
@@ -196,7 +211,9 @@ def _summary(names: Collection[str]) -> str:
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters on meta are CPU tensors of ones that take no memory; the same meta tensors come back."""
+    """Inside, parameters on meta are CPU tensors of ones that take no memory; the same meta tensors come
+    back.
+    """
     absent = [
         (module, leaf, parameter)
         for module in model.modules()

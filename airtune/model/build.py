@@ -4,14 +4,15 @@
     model(**batch).loss.backward()                       # ordinary gradients on the adapters
     model.generate(...)
 
-Checkpoint headers -> model on meta -> plan for every tensor -> small parts real -> adapters -> layers streamed -> head streamed.
-Everything that can be wrong with the request is found here, before a weight is read.
+Checkpoint headers -> model on meta -> plan for every tensor -> small parts real -> adapters -> layers
+streamed -> head streamed. Everything that can be wrong with the request is found here, before a weight is
+read.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,15 +28,20 @@ from airtune.model.recording import register_containers
 from airtune.model.skeleton import build_skeleton
 from airtune.model.stream import Stream
 from airtune.sizes import parse_bytes
+from airtune.weights.budget import SlotBudget
 from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.image import LayerImage, load_tensor
 from airtune.weights.layout import plan_weights
 from airtune.weights.reader import ByteReader, FileMap
 from airtune.weights.residency import Layer, Residency
 
-# Memory for the logits of the loss at a time. 64 MB hold 256 tokens of a 65536-row vocabulary in fp32; more would not make
-# the two matrix products faster, and less splits them into slivers.
+# Memory for the logits of the loss at a time. 64 MB hold 256 tokens of a 65536-row vocabulary in fp32; more
+# would not make the two matrix products faster, and less splits them into slivers.
 LOSS_BLOCK_NBYTES = 64 * 2**20
+# An adapter's element on the device: itself, its gradient and Adam's two moments, in fp32.
+_TRAINED_NBYTES = 4 * 4
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -60,22 +66,27 @@ def load(
         path: a folder with safetensors files and config.json, or the id of a repository on the Hub.
         lora: a fresh adapter, in fp32, initialised as PEFT does from the current random state.
         adapter: a folder that holds a saved PEFT adapter; frozen unless `adapter_trainable`.
-        device: where the layers compute; "auto" is the accelerator if there is one. The model itself stays on the CPU:
-            inputs and outputs live there, and so does `model.device`.
+        device: where the layers compute; "auto" is the accelerator if there is one. The model itself stays
+            on the CPU: inputs and outputs live there, and so does `model.device`.
         dtype: compute dtype of the base; None for the checkpoint's own.
         micro_batch_size: rows that go through a layer at once; None for the whole batch.
-        device_memory: bytes for weights on the device, such as "4GB"; None for two layers.
-        host_memory: bytes of host memory for weights; None for what streaming needs.
+        device_memory: bytes to use on an accelerator, such as "4GB"; what the first step leaves of them
+            keeps layers there. None for two layers at a time.
+        host_memory: bytes of host memory for weights: on an accelerator, layers that are read from disk
+            once; on the CPU, how many layers may be in memory. None for what streaming needs.
         attn_implementation: None for sdpa, or eager where the architecture has none.
         trust_remote_code: run modelling code that the repository brings.
         revision: of a Hub repository.
         poison: fill released memory with NaN, to find use after release.
 
     Raises:
-        ValueError: (CheckpointError among others) the request cannot be met; the message says why and what to do.
+        ValueError: (CheckpointError among others) the request cannot be met; the message says why and what
+            to do.
     """
     if lora is not None and adapter is not None:
-        raise ValueError("got both lora and adapter: give lora for a fresh adapter, or adapter to use a saved one")
+        raise ValueError(
+            "got both lora and adapter: give lora for a fresh adapter, or adapter to use a saved one"
+        )
     target = _device(device)
     checkpoint = Checkpoint.open(path, revision=revision, include_code=trust_remote_code)
     model = build_skeleton(
@@ -91,14 +102,13 @@ def load(
     plans = plan_weights(model, checkpoint)
     grouped = [{n: p for n, p in plans.items() if n.startswith(f"{layer}.")} for layer in layers]
     reader, files = ByteReader(), FileMap()
-    images = [LayerImage.of(group.values(), map_files=target.type == "cpu") for group in grouped]
     residency = Residency(
         model,
-        [Layer(image, group) for image, group in zip(images, grouped, strict=True)],
+        [Layer(LayerImage.of(group.values(), map_files=target.type == "cpu"), group) for group in grouped],
         reader,
         files,
         device=target,
-        places=_places(images, device_memory if target.type != "cpu" else host_memory),
+        cache_nbytes=0 if target.type == "cpu" or host_memory is None else parse_bytes(host_memory),
         poison=poison,
     )
     head = _streamable_head(model)
@@ -108,11 +118,16 @@ def load(
             _set_tensor(model, name, load_tensor(plan, reader, files, model))
     model.tie_weights()
     wrapped = _with_adapter(model, list(layers), lora, adapter, adapter_trainable)
+    trained_numel = 0
     for module in layers.values():
         for parameter in module.parameters():
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(target)
-    stream = Stream(model, layers, residency)
+                trained_numel += parameter.numel() if parameter.requires_grad else 0
+    memory = _memory(target, device_memory, host_memory)
+    fixed_nbytes = 0 if target.type == "cpu" else trained_numel * _TRAINED_NBYTES
+    budget = SlotBudget(len(layers), residency.layer_nbytes, memory, fixed_nbytes)
+    stream = Stream(model, layers, residency, budget)
     stream.micro_batch_size = micro_batch_size
     stream.on_close(reader.close)
     if head is not None:
@@ -122,7 +137,11 @@ def load(
 
 
 def _with_adapter(
-    model: PreTrainedModel, layers: list[str], lora: LoraConfig | None, adapter: str | Path | None, trainable: bool
+    model: PreTrainedModel,
+    layers: list[str],
+    lora: LoraConfig | None,
+    adapter: str | Path | None,
+    trainable: bool,
 ) -> PreTrainedModel | PeftModel:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -149,18 +168,14 @@ def _device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
-def _places(images: Sequence[LayerImage], memory: str | int | None) -> int:
-    """How many layers fit in `memory`; two when it is not limited, so that one can be read while the other computes."""
-    if memory is None or memory == "auto":
-        return 2
-    largest = max(image.nbytes + image.mapped_nbytes for image in images)
-    budget = parse_bytes(memory)
-    if budget < largest:
-        raise ValueError(
-            f"the memory for weights is limited to {budget:,} bytes, and the largest layer of this model takes {largest:,}; "
-            "raise the limit to at least that"
-        )
-    return min(budget // largest, len(images))
+def _memory(
+    device: torch.device, device_memory: str | int | None, host_memory: str | int | None
+) -> int | None:
+    """Bytes for weights where the layers compute; None when the user leaves it open."""
+    given = host_memory if device.type == "cpu" else device_memory
+    if device.type == "cpu" and device_memory is not None:
+        logger.info("the layers compute on the CPU: device_memory is not used, host_memory is")
+    return None if given is None else parse_bytes(given)
 
 
 def _streamable_head(model: PreTrainedModel) -> str | None:

@@ -130,7 +130,7 @@ class DeferredLogits(Tensor):
             # In the mode of the forward, not of whoever looks first: a metric under no_grad must not cost a
             # loss its gradient.
             with (
-                torch.inference_mode(self.hidden.is_inference()),
+                torch.inference_mode(False),
                 torch.set_grad_enabled(self.hidden.requires_grad),
             ):
                 logits = streamed_linear(self.hidden, self.head, block_bytes=self.block_bytes)

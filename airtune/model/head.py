@@ -15,6 +15,7 @@ Legend: N tokens, B batch, S sequence, D model width, V vocabulary rows.
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,8 @@ def causal_lm_loss(
     """
     real = logits.full if isinstance(logits, DeferredLogits) else logits
     if not isinstance(logits, DeferredLogits) or real is not None:
-        items = num_items_in_batch
-        return ForCausalLMLoss(real, labels, vocab_size, items, ignore_index, shift_labels, **kwargs)  # type: ignore[arg-type]
+        items: Any = num_items_in_batch  # transformers takes an int as well, but does not say so
+        return ForCausalLMLoss(real, labels, vocab_size, items, ignore_index, shift_labels, **kwargs)
     if vocab_size != logits.shape[-1]:
         raise ValueError(
             f"the loss is asked for a vocabulary of {vocab_size}, the logits have {logits.shape[-1]}"

@@ -1,7 +1,7 @@
 """What transformers keeps beside a layer's arguments and outputs, in the terms of the autograd room.
 
-Hooks inside a layer append router logits or attentions to lists that transformers holds in a context variable; layers that
-share keys and values write them into a `KVSharingDict`. Both carry gradients.
+Hooks inside a layer append router logits or attentions to lists that transformers holds in a context
+variable; layers that share keys and values write them into a `KVSharingDict`. Both carry gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The model without its weights: every parameter on the meta device, everything that no checkpoint holds real.
+"""The model without its weights: every parameter on the meta device, everything that no checkpoint holds
+real.
 
-A 70B model built this way takes megabytes. Buffers that are computed (rotary frequencies) are made by transformers' own
-initialisation in fp32; a constructor that runs under a bf16 default dtype would round them.
+A 70B model built this way takes megabytes. Buffers that are computed (rotary frequencies) are made by
+transformers' own initialisation in fp32; a constructor that runs under a bf16 default dtype would round them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 def build_skeleton(
-    folder: Path, *, dtype: torch.dtype | None, stored_dtype: torch.dtype, attn_implementation: str | None, trust_remote_code: bool
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    stored_dtype: torch.dtype,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """The model that `folder`'s config.json describes, with its parameters on meta, in evaluation mode.
 
@@ -37,10 +43,13 @@ def build_skeleton(
     with torch.random.fork_rng(devices=[]):
         with init_empty_weights(include_buffers=False):
             model = model_class._from_config(
-                config, dtype=dtype or _named_dtype(config) or stored_dtype, attn_implementation=attn_implementation
+                config,
+                dtype=dtype or _named_dtype(config) or stored_dtype,
+                attn_implementation=attn_implementation,
             )
         _initialise_buffers(model)
-    # One expert at a time: the grouped kernels' fallback makes a gradient for all experts of a layer, frozen or not.
+    # One expert at a time: the grouped kernels' fallback makes a gradient for all experts of a layer,
+    # frozen or not.
     model.set_experts_implementation("eager")
     model.name_or_path = str(folder)
     model.eval()
@@ -54,7 +63,9 @@ def build_skeleton(
 def _model_class(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> type[PreTrainedModel]:
     names = config.architectures or []
     if config.is_encoder_decoder:
-        raise ValueError(f"{folder}: {names or config.model_type} is an encoder-decoder; only decoders are streamed")
+        raise ValueError(
+            f"{folder}: {names or config.model_type} is an encoder-decoder; only decoders are streamed"
+        )
     if len(names) != 1:
         raise ValueError(
             f"{folder}/config.json: expected one name under 'architectures', got {names}. "
@@ -84,7 +95,7 @@ def _initialise_buffers(model: PreTrainedModel) -> None:
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for module in model.modules():
-        module._is_hf_initialized = not module._non_persistent_buffers_set
+        module._is_hf_initialized = not module._non_persistent_buffers_set  # type: ignore[assignment]
     model.initialize_weights()
     model.tie_weights()
 

@@ -1,8 +1,8 @@
 """The handle of a streamed model: its layers' forwards are ours until `close`.
 
-No wrapper modules: only `forward` on each decoder-layer instance is replaced, so that parameter names, PEFT's keys and
-transformers' own code stay what they are. transformers drives everything; this only says, for each call of a layer, how many
-rows the batch has and whether a cache may reach it.
+No wrapper modules: only `forward` on each decoder-layer instance is replaced, so that parameter names,
+PEFT's keys and transformers' own code stay what they are. transformers drives everything; this only says,
+for each call of a layer, how many rows the batch has and whether a cache may reach it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from airtune.autograd.row_split import MicroBatchError
 from airtune.autograd.streamed_layer import Direction, StreamedLayer
 from airtune.model.recording import TransformersRecording
+from airtune.weights.budget import SlotBudget
 from airtune.weights.residency import Residency
+
+__all__ = ["MicroBatchError", "Stream", "Visit", "stream_of"]
 
 _PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -51,9 +55,17 @@ class Stream:
         micro_batch_size: rows that go through a layer at once; None for the whole batch.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], residency: Residency) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Mapping[str, nn.Module],
+        residency: Residency,
+        budget: SlotBudget,
+    ) -> None:
         self.observers: list[Callable[[Visit], None]] = []
-        self._model, self._residency = model, residency
+        self._model, self._residency, self._budget = model, residency, budget
+        residency.places = budget.first()
+        self._settled = False
         self._pass: _Pass | None = None
         self._signature = inspect.signature(type(model).forward)
         self._takes_use_cache = any(
@@ -63,7 +75,14 @@ class Stream:
         self._undo: list[Callable[[], None]] = []
         recording = TransformersRecording()
         self._layers = [
-            StreamedLayer(module, path, module.forward, _LayerWeights(self, i), recording, keep_graph=i == len(layers) - 1)
+            StreamedLayer(
+                module,
+                path,
+                module.forward,
+                _LayerWeights(self, i),
+                recording,
+                keep_graph=i == len(layers) - 1,
+            )
             for i, (path, module) in enumerate(layers.items())
         ]
         for layer in self._layers:
@@ -81,7 +100,9 @@ class Stream:
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int | None) -> None:
         if rows is not None and rows < 1:
-            raise ValueError(f"micro_batch_size must be at least 1 row, or None for the whole batch; got {rows}")
+            raise ValueError(
+                f"micro_batch_size must be at least 1 row, or None for the whole batch; got {rows}"
+            )
         for layer in self._layers:
             layer.micro_batch_size = rows
 
@@ -91,15 +112,22 @@ class Stream:
         return self._residency.device
 
     def counters(self) -> dict[str, float]:
-        """Totals since `load`: bytes_read, bytes_copied, stall_s, compute_s, visits, cache_hits."""
-        return asdict(self._residency.counters)
+        """Totals since `load`: bytes_read, bytes_copied, stall_s, compute_s, visits, cache_hits; and
+        peak_device_bytes.
+        """
+        counted: dict[str, float] = asdict(self._residency.counters)
+        if self.device.type != "cpu":
+            counted["peak_device_bytes"] = torch.accelerator.max_memory_allocated(self.device)
+        return counted
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Have `close` call `undo`, before what was registered earlier."""
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Take everything of ours off the model. Its layers are then without weights: reload it with transformers."""
+        """Take everything of ours off the model. Its layers are then without weights: reload it with
+        transformers.
+        """
         if _STREAMS.pop(self._model, None) is None:
             return
         for hook in self._hooks:
@@ -138,11 +166,24 @@ class Stream:
         given = {**given.get("kwargs", {}), **given}
         batch = given.get("input_ids")
         batch = given.get("inputs_embeds") if batch is None else batch
+        self._settle()
         self._pass = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, self._trains())
         # Some models keep their state on themselves rather than in a cache object.
         if self._pass.trains and self._takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
+
+    def _settle(self) -> None:
+        """After the first training step: its peak is known, and what the budget leaves becomes places for
+        layers.
+        """
+        if self._settled or not self._residency.has_run_backward:
+            return
+        self._settled = True
+        working_nbytes = 0
+        if self.device.type != "cpu":
+            working_nbytes = torch.accelerator.max_memory_allocated(self.device) - self._residency.held_nbytes
+        self._residency.places = self._budget.settled(working_nbytes)
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters())

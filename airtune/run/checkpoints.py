@@ -91,7 +91,10 @@ def remove_partial(output_dir: Path) -> None:
     """Delete what an interrupted save left. Only for the run that owns the folder."""
     for path in [*output_dir.glob(".*.partial"), *output_dir.glob(".*.previous")]:
         logger.warning("Removing %s, left by an interrupted save", path)
-        shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _by_step(output_dir: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArgumen
 
 from airtune.model.adapter_io import AdapterError
 from airtune.model.build import load
-from airtune.model.stream import stream_of
+from airtune.model.stream import MicroBatchError, stream_of
 from airtune.run.checkpoints import remove_partial
 from airtune.run.collate import Collator
 from airtune.run.console import JobError
@@ -94,7 +94,7 @@ def read_data(
 def encode_samples(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: PreparedData, chat_template: str | None
 ) -> list[list[int]]:
-    """Ids of prompts, each written as the training rows are: as a user's turn where they are conversations."""
+    """Ids of prompts, written as the training rows are: as a user's turn where they are conversations."""
     chat = rows.summary.form == "messages"
     prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
     return [encode_prompt(tokenizer, prompt, chat_template) for prompt in prompts]
@@ -163,8 +163,8 @@ def run_training(
 ) -> None:
     """Train, save and report; `checkpoint` is where to go on from. JobError when the run cannot go on.
 
-    `config` is what W&B shows, `config_yaml` what the run's folder keeps. `sample_prompts` are answered before
-    and after; `sample_ids` are their ids.
+    `config` is what W&B shows, `config_yaml` what the run's folder keeps. `sample_prompts` are answered
+    before and after; `sample_ids` are their ids.
     """
     output_dir = Path(args.output_dir or "")
     _claim(output_dir, config_yaml, resuming=checkpoint is not None)
@@ -198,7 +198,7 @@ def run_training(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.save_model()
         failed = False
-    except (TrainingError, AdapterError) as error:
+    except (TrainingError, AdapterError, MicroBatchError) as error:
         raise JobError(str(error)) from error
     finally:
         progress.clear()

@@ -1,11 +1,12 @@
 """A layer's weights as one run of bytes, and how to fill it.
 
-On an accelerator a layer is one host-to-device copy, not one per tensor, so its tensors lie back to back in one buffer
-(a `LayerImage`), each at a 64-byte boundary as kernels like it. The buffer is filled by reads that land in place; what must
-be cast or converted is written into its place by the reading thread.
+On an accelerator a layer is one host-to-device copy, not one per tensor, so its tensors lie back to back in
+one buffer (a `LayerImage`), each at a 64-byte boundary as kernels like it. The buffer is filled by reads
+that land in place; what must be cast or converted is written into its place by the reading thread.
 
-When the device is the CPU and a tensor's stored bytes are its compute form, even that is one copy too many: the parameter is
-then a view of the mapped file, and only the rest of the layer is in the buffer (most often nothing).
+When the device is the CPU and a tensor's stored bytes are its compute form, even that is one copy too many:
+the parameter is then a view of the mapped file, and only the rest of the layer is in the buffer (most often
+nothing).
 """
 
 from __future__ import annotations
@@ -46,17 +47,20 @@ class LayerImage:
         packed: tensors that live in the layer's buffer.
         nbytes: size of the buffer.
         read_nbytes: bytes of the checkpoint that filling the buffer reads.
+        ranges: reads that land in the buffer as they are; the rest is converted.
     """
 
     mapped: tuple[TensorPlan, ...]
     packed: tuple[Region, ...]
     nbytes: int
     read_nbytes: int
-    _ranges: tuple[ByteRange, ...]
+    ranges: tuple[ByteRange, ...]
 
     @classmethod
     def of(cls, plans: Iterable[TensorPlan], *, map_files: bool) -> LayerImage:
-        """Lay out a layer. `map_files` when the device reads host memory, so that views of the file will do."""
+        """Lay out a layer. `map_files` when the device reads host memory, so that views of the file will
+        do.
+        """
         mapped, packed, end = [], [], 0
         for plan in plans:
             if map_files and can_be_mapped(plan):
@@ -84,12 +88,64 @@ class LayerImage:
 
     def fill(self, buffer: torch.Tensor, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> None:
         """Write the packed tensors into `buffer` (uint8, host, at least `nbytes` long)."""
-        reader.read_into(self._ranges, buffer)
-        done: dict[Conversion, dict[str, torch.Tensor]] = {}
-        for region in self.packed:
-            if not region.plan.lands:
-                _write_converted(region, buffer, files, model, done)
-        files.release([s for region in self.packed if not region.plan.lands for s in _sources(region.plan)])
+        Filling(self, reader, files, model).write(buffer, 0, self.nbytes)
+
+
+class Filling:
+    """Writing an image part by part, so that reading one part overlaps with sending the part before."""
+
+    def __init__(self, image: LayerImage, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> None:
+        self._image, self._reader, self._files, self._model = image, reader, files, model
+        self._converted: dict[Conversion, dict[str, torch.Tensor]] = {}
+        self._scratch: dict[int, torch.Tensor] = {}
+
+    def write(self, buffer: torch.Tensor, start: int, stop: int) -> None:
+        """Bytes [start, stop) of the image to the beginning of `buffer` (uint8, host); in ascending order."""
+        reads = [part for whole in self._image.ranges if (part := _clipped(whole, start, stop))]
+        self._reader.read_into(reads, buffer)
+        for region in self._image.packed:
+            first, last = max(start, region.offset), min(stop, region.offset + region.plan.nbytes)
+            if region.plan.lands or first >= last:
+                continue
+            if last - first == region.plan.nbytes:
+                self._convert(region.plan, buffer[first - start : last - start])
+            else:
+                if region.offset not in self._scratch:
+                    self._scratch[region.offset] = torch.empty(region.plan.nbytes, dtype=torch.uint8)
+                    self._convert(region.plan, self._scratch[region.offset])
+                done = self._scratch[region.offset][first - region.offset : last - region.offset]
+                buffer[first - start : last - start].copy_(done)
+            if last == region.offset + region.plan.nbytes:
+                self._scratch.pop(region.offset, None)
+                self._files.release(_sources(region.plan))
+
+    def _convert(self, plan: TensorPlan, target_bytes: torch.Tensor) -> None:
+        """Cast, or convert with transformers' operations; what else a conversion makes is kept for its turn."""
+        target = target_bytes.view(plan.dtype).view(plan.shape)
+        if plan.pieces is not None:
+            flat = target.view(-1)
+            for piece in plan.pieces:
+                size = piece.source.dtype.itemsize
+                stored = self._files.tensor(piece.source).view(-1)
+                part = stored[piece.offset // size : (piece.offset + piece.nbytes) // size]
+                flat[piece.into // size : (piece.into + piece.nbytes) // size].copy_(part)
+            return
+        if plan.conversion not in self._converted:
+            # The cast comes first, as in transformers' own loading, so that the result is the same to the
+            # bit.
+            sources = {key: self._files.tensor(s).to(plan.dtype) for key, _, s in plan.conversion.sources}
+            self._converted[plan.conversion] = plan.conversion.convert(sources, self._model)
+        target.copy_(self._converted[plan.conversion][plan.output])
+
+
+def _clipped(whole: ByteRange, start: int, stop: int) -> ByteRange | None:
+    """The part of a range that lands in bytes [start, stop) of the image, for a buffer that begins at
+    `start`.
+    """
+    first, last = max(start, whole.into), min(stop, whole.into + whole.nbytes)
+    if first >= last:
+        return None
+    return ByteRange(whole.file, whole.offset + first - whole.into, last - first, first - start)
 
 
 def can_be_mapped(plan: TensorPlan) -> bool:
@@ -126,27 +182,3 @@ def load_tensor(plan: TensorPlan, reader: ByteReader, files: FileMap, model: Pre
 
 def _sources(plan: TensorPlan) -> Sequence[StoredTensor]:
     return [stored for _, _, stored in plan.conversion.sources]
-
-
-def _write_converted(
-    region: Region,
-    buffer: torch.Tensor,
-    files: FileMap,
-    model: PreTrainedModel,
-    done: dict[Conversion, dict[str, torch.Tensor]],
-) -> None:
-    """Cast, or convert with transformers' operations. Several tensors may come from one conversion: `done` holds them."""
-    plan, target = region.plan, region.view(buffer)
-    if plan.pieces is not None:
-        flat = target.view(-1)
-        for piece in plan.pieces:
-            size = piece.source.dtype.itemsize
-            stored = files.tensor(piece.source).view(-1)
-            part = stored[piece.offset // size : (piece.offset + piece.nbytes) // size]
-            flat[piece.into // size : (piece.into + piece.nbytes) // size].copy_(part)
-        return
-    if plan.conversion not in done:
-        # The cast comes first, as in transformers' own loading, so that the result is the same to the bit.
-        sources = {key: files.tensor(stored).to(plan.dtype) for key, _, stored in plan.conversion.sources}
-        done[plan.conversion] = plan.conversion.convert(sources, model)
-    target.copy_(done[plan.conversion][plan.output])

@@ -1,14 +1,16 @@
 """Which checkpoint tensors make which module tensor.
 
-A checkpoint's layout is not the module's: a file may hold one 2-D matrix per expert where the module holds one fused 3-D
-parameter, one fused matrix where the module holds three, or the same tensor under an older name. transformers knows all of
-it (`get_model_conversion_mapping`), but applies it to a whole model at once. Here the same rules are applied once to names
-and shapes alone, on the meta device, and give a plan that a single layer can be loaded by, twice a step, for days.
+A checkpoint's layout is not the module's: a file may hold one 2-D matrix per expert where the module holds
+one fused 3-D parameter, one fused matrix where the module holds three, or the same tensor under an older
+name. transformers knows all of it (`get_model_conversion_mapping`), but applies it to a whole model at
+once. Here the same rules are applied once to names and shapes alone, on the meta device, and give a plan
+that a single layer can be loaded by, twice a step, for days.
 
-Most conversions only move bytes: identity, stacking experts, concatenating along an outer dimension, chunking. For these
-the plan holds where each byte range lands (`Piece`), so that a file read is the whole conversion: a fused
-[128, 2x768, 2048] gate/up parameter is 256 reads into place, with nothing stacked or copied afterwards. Everything rarer
-(a transpose, a rope permutation) keeps the library's own converter and costs a copy.
+Most conversions only move bytes: identity, stacking experts, concatenating along an outer dimension,
+chunking. For these the plan holds where each byte range lands (`Piece`), so that a file read is the whole
+conversion: a fused [128, 2x768, 2048] gate/up parameter is 256 reads into place, with nothing stacked or
+copied afterwards. Everything rarer (a transpose, a rope permutation) keeps the library's own converter and
+costs a copy.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +35,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from airtune.weights.checkpoint import CheckpointError, StoredTensor
@@ -43,7 +45,9 @@ _MAX_PIECES_PER_SOURCE = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """`nbytes` bytes of a checkpoint tensor, from `offset` in it, that land at `into` in the module tensor."""
+    """`nbytes` bytes of a checkpoint tensor, from `offset` in it, that land at `into` in the module
+    tensor.
+    """
 
     source: StoredTensor
     offset: int
@@ -66,14 +70,16 @@ class Conversion:
     converter: WeightConverter | None
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Run transformers' own operations on {checkpoint key: tensor}; returns {module tensor name: tensor}."""
+        """Run transformers' own operations on {checkpoint key: tensor}; returns {module tensor name:
+        tensor}.
+        """
         transform: WeightTransform
         if self.converter is None:
             transform = WeightRenaming(self.sources[0][0], self.target)
         else:
             transform = copy.deepcopy(self.converter)
         for key, pattern, _ in self.sources:
-            transform.add_tensor(self.target, key, pattern, lambda key=key: tensors[key])
+            transform.add_tensor(self.target, key, pattern, partial(tensors.__getitem__, key))  # type: ignore[arg-type]
         made = transform.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -85,7 +91,8 @@ class TensorPlan:
     Args:
         name: the tensor's name in the model's state dict.
         dtype, shape: compute form, as the meta model has it.
-        conversion: its sources; `output` is this tensor's name among the conversion's outputs (another one when tied).
+        conversion: its sources; `output` is this tensor's name among the conversion's outputs (another one
+            when tied).
         pieces: where each byte range lands, when moving bytes is all there is to do; else None.
     """
 
@@ -114,8 +121,8 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
     """{module tensor name: plan} for every persistent tensor of `model` (on meta, its buffers aside).
 
     Raises:
-        CheckpointError: a module tensor has no source, a shape differs, or a checkpoint tensor is neither used nor on the
-            model's own ignore list.
+        CheckpointError: a module tensor has no source, a shape differs, or a checkpoint tensor is neither
+            used nor on the model's own ignore list.
     """
     wanted = model.state_dict()
     conversions, unused = _group_sources(model, checkpoint, wanted)
@@ -129,7 +136,8 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
             if name not in wanted:
                 unused.append(name)
             elif tuple(value.shape) != tuple(wanted[name].shape):
-                wrong_shape.append(f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(wanted[name].shape)} in the model")
+                there, here = tuple(value.shape), tuple(wanted[name].shape)
+                wrong_shape.append(f"{name}: {there} in the checkpoint, {here} in the model")
             else:
                 made[name] = (conversion, name, pieces.get(name))
     _follow_ties(model, made)
@@ -146,7 +154,7 @@ def _on_meta(stored: StoredTensor) -> torch.Tensor:
 
 
 def _group_sources(
-    model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor]
+    model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor], wanted: dict[str, torch.Tensor]
 ) -> tuple[list[Conversion], list[str]]:
     """Rename every checkpoint key as transformers would, and gather the keys that share a converter."""
     mapping = get_model_conversion_mapping(model)
@@ -165,10 +173,14 @@ def _group_sources(
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((key, pattern or key, checkpoint[key]))
-    return [Conversion(target, tuple(sources), converter) for target, (converter, sources) in groups.items()], unused
+    return [
+        Conversion(target, tuple(sources), converter) for target, (converter, sources) in groups.items()
+    ], unused
 
 
-def _follow_ties(model: PreTrainedModel, made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]]) -> None:
+def _follow_ties(
+    model: PreTrainedModel, made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]]
+) -> None:
     """A tied tensor is stored once: both names get the sources of the one that is there."""
     for target, source in (model.all_tied_weights_keys or {}).items():
         if target not in made and source in made:
@@ -185,7 +197,9 @@ def _check_complete(
     wrong_shape: Sequence[str],
 ) -> None:
     info = LoadStateDictInfo(set(wanted) - set(made), set(unused), set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(info)  # drops what this model's authors say may be absent or extra
+    model._adjust_missing_and_unexpected_keys(
+        info
+    )  # drops what this model's authors say may be absent or extra
     missing, unexpected = sorted(info.missing_keys), sorted(info.unexpected_keys)
     problems = [
         f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
@@ -205,7 +219,9 @@ def _check_complete(
 
 @dataclass(frozen=True)
 class _Virtual:
-    """A tensor that was not computed: its shape, and the pieces of checkpoint tensors that it would consist of."""
+    """A tensor that was not computed: its shape, and the pieces of checkpoint tensors that it would
+    consist of.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -216,7 +232,9 @@ class _Virtual:
 
 
 def _trace_pieces(conversion: Conversion, model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """{module tensor name: pieces} when every operation of `conversion` only moves whole runs of bytes; else {}."""
+    """{module tensor name: pieces} when every operation of `conversion` only moves whole runs of bytes;
+    else {}.
+    """
     itemsize = conversion.sources[0][2].dtype.itemsize
     patterns: dict[str, list[_Virtual]] = {}
     for _, pattern, stored in conversion.sources:
@@ -283,7 +301,9 @@ def _concatenate(values: Sequence[_Virtual], dim: int, itemsize: int) -> _Virtua
     for index in range(outer):
         start = index * sum(widths)
         for value, width in zip(values, widths, strict=True):
-            moved += [_shift(piece, start) for piece in _cut(value.pieces, index * width, (index + 1) * width)]
+            moved += [
+                _shift(piece, start) for piece in _cut(value.pieces, index * width, (index + 1) * width)
+            ]
             start += width
     shape = list(values[0].shape)
     shape[dim] = sum(value.shape[dim] for value in values)
@@ -297,7 +317,8 @@ def _chunk(value: _Virtual, names: Sequence[str], itemsize: int) -> dict[str, li
     width = value.count // len(names) * itemsize
     shape = (rows, *value.shape[1:])
     return {
-        name: [_Virtual(shape, _cut(value.pieces, i * width, (i + 1) * width))] for i, name in enumerate(names)
+        name: [_Virtual(shape, _cut(value.pieces, i * width, (i + 1) * width))]
+        for i, name in enumerate(names)
     }
 
 
@@ -306,7 +327,9 @@ def _shift(piece: Piece, by: int) -> Piece:
 
 
 def _cut(pieces: Iterable[Piece], start: int, end: int) -> tuple[Piece, ...]:
-    """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins at `start`."""
+    """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins at
+    `start`.
+    """
     kept = []
     for piece in pieces:
         lo, hi = max(start, piece.into), min(end, piece.into + piece.nbytes)

@@ -1,8 +1,9 @@
 """A matrix that visits the device a few rows at a time.
 
-The output projection of a large model is its largest matrix (248320 x 5120 in bf16: 2.5 GB, three times a layer) and is
-needed once a step, row by row. It never is on the device whole: chunks of rows pass through two small buffers, the next one
-on its way while the current one is used. On the CPU a chunk is a view of the mapped file.
+The output projection of a large model is its largest matrix (248320 x 5120 in bf16: 2.5 GB, three times a
+layer) and is needed once a step, row by row. It never is on the device whole: chunks of rows pass through
+two small buffers, the next one on its way while the current one is used. On the CPU a chunk is a view of
+the mapped file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class ChunkedMatrix:
     Args:
         matrix_VD: the whole matrix on the host, as stored.
         dtype: compute dtype of the chunks.
-        release: called with the first row and the row count once a chunk is done with, to give mapped pages back.
+        release: called with the first row and the row count once a chunk is done with, to give mapped pages
+            back.
         chunk_nbytes: size of a chunk in compute form.
     """
 

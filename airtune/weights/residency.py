@@ -3,15 +3,17 @@
     with residency.visit(index, "forward"):     # the layer's parameters are real
         layer(hidden)                           # outside, they are placeholders on the meta device
 
-A few equal places (slots) hold what was read; with two of them layer i+1 is read and copied while layer i computes, and with
-more, whole layers stay. Weights are frozen, so nothing is ever written back: a slot is simply given to the next layer.
+A few equal places (slots) hold what was read; with two of them layer i+1 is read and copied while layer i
+computes, and with more, whole layers stay. Weights are frozen, so nothing is ever written back: a slot is
+simply given to the next layer.
 
-On an accelerator a layer travels file -> pinned host buffer -> slot, by a background thread and a copy stream. Two events per
-slot keep the order: compute waits until the copy into the slot is done (`ready`), and the next copy into it waits until the
-last kernel that read it is done (`free`). On the CPU the file is mapped and a slot holds only what had to be converted.
+On the CPU the file is mapped and a slot holds only what had to be converted. On an accelerator a layer
+travels through `Transport`, by a background thread and a copy stream. Two events per slot keep the order:
+compute waits until the copy into the slot is done (`ready`), and the next copy into it waits until the last
+kernel that read it is done (`free`).
 
-All decisions (what to read ahead, what to drop) are `schedule.Route`'s and are taken by the visiting thread; the background
-thread only carries them out.
+All decisions (what to read ahead, what to drop) are `schedule.Route`'s and are taken by the visiting
+thread; the background thread only carries them out.
 """
 
 from __future__ import annotations
@@ -30,11 +32,20 @@ from airtune.weights.image import LayerImage, view_stored
 from airtune.weights.layout import TensorPlan
 from airtune.weights.reader import ByteReader, FileMap
 from airtune.weights.schedule import Direction, Route, Stop
+from airtune.weights.transport import Slot, Transport
 
 
 @dataclass
 class Counters:
-    """What moved, since the start. `stall_s` is the time that visits waited for weights."""
+    """What moved, since the start.
+
+    Attributes:
+        bytes_read: from the checkpoint's files, mapped pages included.
+        bytes_copied: from the host to the device.
+        stall_s: time that visits waited for weights.
+        compute_s: time inside visits.
+        visits: how many there were; `cache_hits` of them found their layer on the device already.
+    """
 
     bytes_read: int = 0
     bytes_copied: int = 0
@@ -46,7 +57,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Binding:
-    """A module's place for one tensor: bound before any adapter wraps the module, so names never need translating."""
+    """A module's place for one tensor: bound before any adapter wraps the module, so names never need
+    translating.
+    """
 
     owner: nn.Module
     leaf: str
@@ -69,7 +82,11 @@ class Binding:
         kind[self.leaf] = tensor  # type: ignore[assignment]
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        return nn.Parameter(tensor, requires_grad=False) if isinstance(self.placeholder, nn.Parameter) else tensor
+        return (
+            nn.Parameter(tensor, requires_grad=False)
+            if isinstance(self.placeholder, nn.Parameter)
+            else tensor
+        )
 
 
 @dataclass(frozen=True)
@@ -86,27 +103,21 @@ class Layer:
         return [by_plan[id(plan)] for plan in (*image.mapped, *(region.plan for region in image.packed))]
 
 
-class _Slot:
-    """Room for one layer on the device."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.ready: torch.Event | None = None
-        self.free: torch.Event | None = None
-        self.filling: Future[None] | None = None
-        self.fills = 0
-        self.views: dict[int, list[torch.Tensor]] = {}
-
-
 class Residency:
     """The streamed layers of a model.
+
+    Attributes:
+        places: layers that may be on the device at once: 1, or 2 to overlap reading with compute, or more
+            to keep some.
+        layer_nbytes: what the largest layer takes.
+        has_run_backward: whether any layer was visited backward yet.
 
     Args:
         model: on meta where it is streamed; transformers' converters ask it for shapes.
         layers: in the order that a forward pass visits them.
         device: where layers compute.
-        places: layers that may be on the device at once (at least 1; 2 to overlap reading with compute).
-        poison: fill a slot with NaN bytes when its layer is dropped, to find readers that come too late.
+        cache_nbytes: host memory for layers that are then read from disk once; for accelerators.
+        poison: fill a slot with NaN bytes before its next layer comes, to find readers that are too late.
     """
 
     def __init__(
@@ -117,36 +128,41 @@ class Residency:
         files: FileMap,
         *,
         device: torch.device,
-        places: int = 2,
+        cache_nbytes: int = 0,
         poison: bool = False,
     ) -> None:
-        self.device, self.places, self.poison = device, places, poison
+        self.device, self.places = device, 2
+        self.has_run_backward = False
         self.counters = Counters()
-        self._on_host = device.type == "cpu"
         self._images = [layer.image for layer in layers]
         self._bindings = [[Binding.find(model, name) for name in layer.names()] for layer in layers]
         for bindings in self._bindings:
             for binding in bindings:
                 binding.put(binding.placeholder)
         self._mapped = [[view_stored(plan, files) for plan in image.mapped] for image in self._images]
-        self._model, self._reader, self._files = model, reader, files
+        self._files = files
         self._route = Route(len(layers))
-        self._slot_nbytes = max((image.nbytes for image in self._images), default=0)
-        self._present: dict[int, _Slot] = {}
+        self._slot_nbytes = max(image.nbytes for image in self._images)
+        self.layer_nbytes = max(image.nbytes + image.mapped_nbytes for image in self._images)
+        self._present: dict[int, Slot] = {}
+        self._transport = Transport(
+            self._images, reader, files, model, device=device, cache_nbytes=cache_nbytes, poison=poison
+        )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-weights")
-        self._copy_stream = None if self._on_host else torch.Stream(device=device)
-        self._staging = [] if self._on_host else [_Staging(self._slot_nbytes) for _ in range(2)]
+        self._filling: dict[int, Future[tuple[int, int]]] = {}
 
     @contextmanager
     def visit(self, index: int, direction: Direction) -> Iterator[object]:
         """Inside, the parameters of layer `index` are on the device.
 
-        Yields a token: as long as later visits yield an equal one, the weights were never moved or overwritten.
+        Yields a token: as long as later visits yield an equal one, the weights were never moved or
+            overwritten.
 
         Raises:
             CheckpointError, OSError: the weights can no longer be read.
         """
         self._route.arrive(Stop(index, direction))
+        self.has_run_backward |= direction == "backward"
         self.counters.visits += 1
         started = time.perf_counter()
         slot = self._obtain(index)
@@ -160,29 +176,41 @@ class Residency:
         finally:
             for binding in self._bindings[index]:
                 binding.put(binding.placeholder)
-            if not self._on_host:
-                slot.free = torch.accelerator.current_stream(self.device).record_event()
+            slot.release()
             self.counters.compute_s += time.perf_counter() - entered
+
+    @property
+    def held_nbytes(self) -> int:
+        """Device memory of the slots in use."""
+        return self._slot_nbytes * len(self._present)
 
     def close(self) -> None:
         """Stop the background thread and give the slots back."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._present.clear()
-        self._staging.clear()
+        self._transport.close()
 
-    def _obtain(self, index: int) -> _Slot:
+    def _obtain(self, index: int) -> Slot:
         """The slot that holds the layer, filled, and ordered before what the current stream does next."""
         if index in self._present:
             self.counters.cache_hits += 1
         else:
-            self._bring(index, drop=None if len(self._present) < self.places else self._route.last_needed(self._present))
+            full = len(self._present) >= self.places
+            self._bring(index, drop=self._route.last_needed(self._present) if full else None)
+        self._wait_filled(index)
         slot = self._present[index]
-        if slot.filling is not None:
-            slot.filling.result()
-            slot.filling = None
-        if slot.ready is not None:
-            torch.accelerator.current_stream(self.device).wait_event(slot.ready)
+        slot.acquire()
         return slot
+
+    def _wait_filled(self, index: int) -> None:
+        if (filling := self._filling.pop(index, None)) is not None:
+            try:
+                read, copied = filling.result()
+            except BaseException:
+                del self._present[index]  # what it holds is nothing: the next visit reads again
+                raise
+            self.counters.bytes_read += read
+            self.counters.bytes_copied += copied
 
     def _read_ahead(self, current: int) -> None:
         if len(self._present) < self.places:
@@ -195,8 +223,11 @@ class Residency:
 
     def _bring(self, index: int, drop: int | None) -> None:
         """Give `index` a slot (that of `drop`, if it is not None) and start to fill it."""
-        slot = _Slot(self._slot_nbytes, self.device) if drop is None else self._present.pop(drop)
-        if drop is not None:
+        if drop is None:
+            slot = Slot(self._slot_nbytes, self.device)
+        else:
+            self._wait_filled(drop)
+            slot = self._present.pop(drop)
             self._files.release(self._images[drop].mapped_ranges())
         self._present[index] = slot
         slot.fills += 1
@@ -204,41 +235,4 @@ class Residency:
             image, bindings = self._images[index], self._bindings[index]
             tensors = self._mapped[index] + [region.view(slot.buffer) for region in image.packed]
             slot.views[index] = [binding.wrap(t) for binding, t in zip(bindings, tensors, strict=True)]
-        self.counters.bytes_read += self._images[index].read_nbytes + self._images[index].mapped_nbytes
-        slot.filling = self._worker.submit(self._fill, index, slot, drop is not None)
-
-    def _fill(self, index: int, slot: _Slot, reused: bool) -> None:
-        """In the background thread: file -> slot."""
-        image = self._images[index]
-        self._files.advise_will_need(image.mapped_ranges())
-        if self._copy_stream is None:
-            if self.poison and reused:
-                slot.buffer.fill_(255)
-            image.fill(slot.buffer, self._reader, self._files, self._model)
-            return
-        staging = self._staging.pop(0)
-        self._staging.append(staging)
-        host = staging.wait()
-        image.fill(host, self._reader, self._files, self._model)
-        with self._copy_stream:
-            if slot.free is not None:
-                self._copy_stream.wait_event(slot.free)
-            if self.poison and reused:
-                slot.buffer.fill_(255)
-            slot.buffer[: image.nbytes].copy_(host[: image.nbytes], non_blocking=True)
-            slot.ready = staging.copied = self._copy_stream.record_event()
-        self.counters.bytes_copied += image.nbytes
-
-
-class _Staging:
-    """A pinned host buffer that layers pass through on their way to the device."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        self.copied: torch.Event | None = None
-
-    def wait(self) -> torch.Tensor:
-        """The buffer, once the copy out of it is done."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self._buffer
+        self._filling[index] = self._worker.submit(self._transport.fill, index, slot)

@@ -1,12 +1,13 @@
 """Which layer is visited next, what to read ahead for it, and what to let go.
 
-A training step visits layers in a fixed order: 0 1 2 ... L-1, then L-1 ... 2 1 0, then the next step again from 0. A forward
-pass alone goes 0 ... L-1, 0 ... L-1. Some models visit a layer twice or skip one. So the order is not assumed but learned: the
-visit that followed the last two visits the last time follows them again. Before anything was learned, forward counts up and
-backward counts down.
+A training step visits layers in a fixed order: 0 1 2 ... L-1, then L-1 ... 2 1 0, then the next step again
+from 0. A forward pass alone goes 0 ... L-1, 0 ... L-1. Some models visit a layer twice or skip one. So the
+order is not assumed but learned: the visit that followed the last two visits the last time follows them
+again. Before anything was learned, forward counts up and backward counts down.
 
-Knowing what comes, the weights to let go are those needed last (Belady's rule, optimal for a known order). With two places
-for L layers a step then reads 2L - 4 layers: at each of its two turns it finds both places already filled.
+Knowing what comes, the weights to let go are those needed last (Belady's rule, optimal for a known order).
+With two places for L layers a step then reads 2L - 4 layers: at each of its two turns it finds both places
+already filled.
 
 Pure logic: numbers in, numbers out.
 """
@@ -44,7 +45,9 @@ class Route:
         self._before_last, self._last = self._last, stop
 
     def ahead(self) -> Iterator[Stop]:
-        """The expected visits after the current one, soonest first; at most one round over everything known."""
+        """The expected visits after the current one, soonest first; at most one round over everything
+        known.
+        """
         before, last = self._before_last, self._last
         for _ in range(2 * self.count + len(self._follows)):
             if last is None:
@@ -56,7 +59,11 @@ class Route:
     def _neighbour(self, stop: Stop) -> Stop:
         """Without experience: up in forward, down in backward, turning at the ends."""
         if stop.direction == "forward":
-            return Stop(stop.index + 1, "forward") if stop.index + 1 < self.count else Stop(stop.index, "backward")
+            return (
+                Stop(stop.index + 1, "forward")
+                if stop.index + 1 < self.count
+                else Stop(stop.index, "backward")
+            )
         return Stop(stop.index - 1, "backward") if stop.index > 0 else Stop(0, "forward")
 
     def first_needed(self, absent: Collection[int]) -> int | None:
@@ -75,9 +82,11 @@ class Route:
         return never[0] if never else next(reversed(seen))
 
     def replace(self, present: Collection[int], current: int) -> tuple[int, int] | None:
-        """What to read ahead and what to let go for it: (layer to read, layer to drop), or None when nothing is worth it.
+        """What to read ahead and what to let go for it: (layer to read, layer to drop), or None when
+        nothing is worth it.
 
-        The current layer stays, and nothing is dropped for a layer that is needed later than what it replaces.
+        The current layer stays, and nothing is dropped for a layer that is needed later than what it
+        replaces.
         """
         candidates = [index for index in present if index != current]
         if not candidates:

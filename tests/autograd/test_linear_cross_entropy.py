@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from airtune.autograd.linear_cross_entropy import Step, linear_cross_entropy
 from tests.resident_head import ResidentHead
+from tests.sim import Simulator, sim_fixture  # noqa: F401
 
 VOCAB, WIDTH = 101, 16
 SOFTCAP: tuple[Step, ...] = (lambda z: z / 3.0, torch.tanh, lambda z: z * 3.0)
@@ -219,6 +221,37 @@ def test_nothing_of_the_size_of_the_logits_is_made(steps: str) -> None:
     # All tokens have hidden states, their gradient and the labels' rows; a few at a time have logits.
     assert allocations.largest == max(hidden_ND.numel(), 20 * WIDTH)
     assert allocations.largest < 64 * VOCAB // 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", ["none", "softcap", "cast"])
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_the_device_takes_no_more_than_the_budget_however_many_the_tokens(
+    sim: Simulator, dtype: torch.dtype, steps: str, with_gradient: bool
+) -> None:
+    """Few tokens stay there from chunk to chunk; more than fit live on the CPU and commute."""
+    for tokens in (40, 1000):
+        hidden_ND, weight_VD, bias_V, labels_N = problem(tokens, dtype)
+        head = ResidentHead(weight_VD.to(sim.device), 40, bias_V.to(sim.device))
+        chunk_bytes, before = 2 * 40 * (WIDTH + 1) * dtype.itemsize, sim.now()
+        sim.reset_peak()
+        with torch.set_grad_enabled(with_gradient):
+            ours = linear_cross_entropy(hidden_ND, head, labels_N, steps=STEPS[steps], block_bytes=20_000)
+        assert sim.peak() - before <= 20_000 + chunk_bytes
+        # What waits for backward waits where the hidden states are. (Autograd's thread lets go a moment later.)
+        deadline_s = time.monotonic() + 5
+        while sim.now() > before and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert sim.now() == before
+        assert ours.device.type == "cpu" and head.crossings == 1
+        twin = naive(hidden_ND, weight_VD, bias_V, labels_N, STEPS[steps])
+        # Other block sizes sum in another order: 24 bits in fp32; in bf16 the logits are rounded to 8.
+        torch.testing.assert_close(ours, twin, rtol=1e-6 if dtype == torch.float32 else 1e-4, atol=1e-6)
+        if with_gradient:
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-5
+            torch.testing.assert_close(
+                gradient(ours, hidden_ND), gradient(twin, hidden_ND), rtol=tolerance, atol=tolerance
+            )
 
 
 def test_a_trainable_head_is_refused() -> None:

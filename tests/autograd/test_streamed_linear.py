@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from airtune.autograd.streamed_linear import streamed_linear
 from tests.resident_head import ResidentHead
+from tests.sim import Simulator, sim_fixture  # noqa: F401
 
 VOCAB, WIDTH = 101, 16
 
@@ -48,6 +49,21 @@ def test_the_logits_have_the_dtype_of_the_head_and_the_gradient_that_of_the_hidd
     assert logits.dtype == torch.bfloat16
     (got,) = torch.autograd.grad(logits.float().square().sum(), hidden)
     assert got.dtype == torch.float32
+
+
+def test_the_device_takes_no_more_than_the_budget_however_many_the_tokens(sim: Simulator) -> None:
+    torch.manual_seed(0)
+    weight_VD, hidden = torch.randn(VOCAB, WIDTH), torch.randn(500, WIDTH, requires_grad=True)
+    head = ResidentHead(weight_VD.to(sim.device), 40)
+    chunk_bytes, before = 2 * 40 * WIDTH * 4, sim.now()
+    sim.reset_peak()
+    logits, twin = streamed_linear(hidden, head, block_bytes=8000), hidden @ weight_VD.T
+    (got,) = torch.autograd.grad(logits.square().sum(), hidden)
+    (expected,) = torch.autograd.grad(twin.square().sum(), hidden)
+    assert sim.peak() - before <= 8000 + chunk_bytes and sim.now() == before
+    assert logits.device == got.device == hidden.device
+    torch.testing.assert_close(logits, twin)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_nothing_to_differentiate_nothing_recorded() -> None:

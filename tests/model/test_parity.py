@@ -22,7 +22,9 @@ from tests.twins import (
 )
 
 
-def train(model: nn.Module, batch: dict[str, Tensor], steps: int) -> tuple[list[float], list[dict[str, Tensor]]]:
+def train(
+    model: nn.Module, batch: dict[str, Tensor], steps: int
+) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses and gradients of a few AdamW steps under a fixed seed."""
     model.train()
     optimizer = torch.optim.AdamW(adapter(model).values(), lr=1e-3)
@@ -69,14 +71,16 @@ def test_any_number_of_places(tmp_path: Path, places: str | None) -> None:
         assert relative_error(mine, theirs) < 1e-5
 
 
-# Its routers and indexers amplify rounding thirtyfold: with float64 layers the same comparison gives 1e-6, which is what
-# the float32 loss leaves.
+# Its routers and indexers amplify rounding thirtyfold: with float64 layers the same comparison gives 1e-6,
+# which is what the float32 loss leaves.
 TOLERANCE = {"qwen4_exp__vl": 1e-4}
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_every_kind_of_decoder(tmp_path: Path, name: str) -> None:
-    """One step: loss, every adapter gradient, with dropout, a padded row, and the auxiliary loss where there is one."""
+    """One step: loss, every adapter gradient, with dropout, a padded row, and the auxiliary loss where
+    there is one.
+    """
     folder, batch = zoo.make(name, tmp_path), ragged_batch(2, 16)
     twin, got = resident(name, folder, dropout=0.1), streamed(name, folder, dropout=0.1)
     for a, b in zip(adapter(got).values(), adapter(twin).values(), strict=True):
@@ -92,7 +96,12 @@ def test_every_kind_of_decoder(tmp_path: Path, name: str) -> None:
 def test_generates_the_same_tokens(tmp_path: Path, name: str) -> None:
     folder = zoo.make(name, tmp_path)
     prompt = zoo.random_ids(2, 8)
-    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     twin, got = resident(name, folder), streamed(name, folder)
     twin.eval()
     got.eval()

@@ -411,6 +411,7 @@ def test_a_save_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypatc
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / ".checkpoint-4.partial").mkdir()
+    (tmp_path / ".metrics.jsonl.partial").write_text("")
     (tmp_path / "checkpoint-2").mkdir()
     remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

@@ -1,7 +1,6 @@
 """A simulated accelerator for tests: the PyTorch device "sim" (see sim.cpp for what it models and how).
 
-How a test uses it. `tests` has no __init__.py and is on the path (`pythonpath = ["tests"]` in pyproject's pytest
-section), so that this package is `sim`. tests/conftest.py says `from sim import sim_fixture  # noqa: F401`; then
+How a test uses it. tests/conftest.py says `from tests.sim import sim_fixture  # noqa: F401`; then
 
     def test_something(sim):
         slot = torch.empty(4, device="sim")
@@ -9,15 +8,16 @@ section), so that this package is `sim`. tests/conftest.py says `from sim import
         assert sim.peak() < 100
         # when the test ends, any data race that it ran into fails it
 
-One process for all tests. PyTorch can neither unload a backend nor rename it: once loaded, the *type* of the current
+One process for all tests. PyTorch can neither unload nor rename a backend: once loaded, the *type* of the current
 accelerator is "sim" until the process ends. But whether one is available is ours to say, and it is available only
 while a test holds the fixture. So product code must ask `torch.accelerator.is_available()` or
-`torch.accelerator.current_accelerator(check_available=True)`, as it must anyway: a build of PyTorch with CUDA on a
-machine without a GPU behaves just so. Where a real accelerator is present, loading would take its place, so the
+`torch.accelerator.current_accelerator(check_available=True)`, as it must anyway: PyTorch built for CUDA behaves
+just so on a machine without a GPU. Where a real accelerator is present, loading would take its place, so the
 fixture skips; hide the real one (CUDA_VISIBLE_DEVICES="") to run these tests there.
 
-The first use compiles sim.cpp (about a minute) into a cache folder whose name holds a digest of the source and the
-version of PyTorch; later runs load that file. The folder is AIRTUNE_TEST_CACHE, by default ~/.cache/airtune-tests.
+The first use compiles sim.cpp (about a minute; needs g++ and ninja) into a cache folder under a name that holds a
+digest of the source and the version of PyTorch; later runs load that file. The folder is AIRTUNE_TEST_CACHE, by
+default ~/.cache/airtune-tests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Simulator:
         self._extension.reset_peak()
 
     def set_cap(self, nbytes: int | None) -> None:
-        """Allocations beyond `nbytes` in use raise torch.OutOfMemoryError; None restores the default of 16 GiB."""
+        """Beyond `nbytes` in use an allocation raises torch.OutOfMemoryError; None restores the 16 GiB."""
         self._extension.set_cap(nbytes)
 
     def races(self) -> list[str]:
@@ -80,13 +80,13 @@ class Simulator:
     def traffic(self) -> dict[str, int]:
         """Copies and bytes over the bus since the last `reset`.
 
-        Keys: h2d_copies, h2d_nbytes, d2h_copies, d2h_nbytes, and unpinned_late_copies: non-blocking copies whose
-        host side is not pinned, which hardware would not overlap with anything.
+        Keys: h2d_copies, h2d_nbytes, d2h_copies, d2h_nbytes, and unpinned_late_copies: non-blocking copies
+        whose host side is not pinned, which hardware would not overlap with anything.
         """
         return self._extension.traffic()
 
     def reset(self) -> None:
-        """Run what is queued, then forget races, peak, traffic and cap. Tensors that are alive stay as they are."""
+        """Run what is queued, then forget races, peak, traffic and cap. Tensors stay as they are."""
         self._extension.start_epoch()
         self._extension.set_cap(None)
         self._extension.reset_peak()
@@ -118,8 +118,8 @@ def load_sim() -> Simulator:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    # PyTorch's autograd thread of a device drops a graph after backward() has returned, for which it needs the GIL. In
-    # a process that ends right then, the interpreter kills the thread and the process aborts: let it finish.
+    # PyTorch's autograd thread of a device drops a graph after backward() has returned, and needs the GIL for it.
+    # In a process that ends right then, the interpreter kills the thread and the process aborts: let it finish.
     atexit.register(time.sleep, 0.1)
     return Simulator(extension)
 
@@ -141,7 +141,7 @@ def sim_fixture() -> Iterator[Simulator]:
 
 
 def _build() -> Path:
-    """Path of the compiled extension. Processes that start together build it once: a file lock dies with its owner."""
+    """Path of the compiled extension; processes that start together build it once (a lock dies with its owner)."""
     version = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {_FLAGS}"
     digest = hashlib.sha256(_SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("AIRTUNE_TEST_CACHE", Path.home() / ".cache" / "airtune-tests"))
@@ -199,7 +199,7 @@ def _device_module(extension: types.ModuleType) -> types.ModuleType:
     members = {
         "is_available": extension.visible,
         "is_initialized": lambda: True,
-        "_initialized": True,  # torch.utils.checkpoint keeps the generator state of an initialised device only
+        "_initialized": True,  # or torch.utils.checkpoint would not keep the generator's state
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,

@@ -4,25 +4,27 @@
 // What it takes from real hardware, and how:
 //
 // * Memory of its own. Bytes are counted exactly (as requested, no rounding), a cap raises OutOfMemoryError,
-//   and both fresh and released memory is filled with 0xFF, which reads as NaN in every floating point
-//   format.
-// * Late copies. A stream is a queue. A non-blocking copy between host and device is only put into the queue
-// of
-//   the current stream; it runs when the same stream next does other work, when work runs on a stream that
-//   waits for an event recorded after it, or when the host synchronises. Its source is read then, not before.
-//   So a missing wait gives a wrong value, and so does refilling a host buffer too early. Hardware may be
-//   faster than this; it is never later.
+//   and fresh and released memory is filled with 0xFF: NaN in every floating point format.
+//
+// * Late copies. A stream is a queue. A non-blocking copy between host and device only enters the queue of
+// the
+//   current stream. It runs when that stream next does other work, when work runs on a stream that waits for
+//   an event recorded after it, or when the host synchronises. Its source is read then, not before. So a
+//   missing wait gives a wrong value, and so does refilling a host buffer too early.
+//
 // * Happens-before. Kernels run at once here but late on hardware, so values alone cannot show a copy that
-//   overwrites what a queued kernel still reads. Vector clocks can: each stream counts its work in ticks and
+//   overwrites what a queued kernel still reads. Vector clocks can: each stream counts its work in ticks, and
 //   knows up to which tick of each other stream it has waited. Each byte range remembers who touched it last.
 //   Touching a range whose last user is not covered by one's own clock is a race, recorded as a sentence.
+//
 // * One random generator per device, separate from the host's.
 //
 // What it gives up: kernels on side streams run at once (after what their stream has queued), the extent of a
-// strided view counts as wholly touched, and plain CPU code that touches host memory is not watched.
+// strided view counts as wholly touched, plain CPU code that touches host memory is not watched, and threads
+// are taken to tell one another what the host has waited for.
 //
-// Locking: one mutex guards all of State. Whatever may run a destructor of a Python object (and so need the
-// GIL) is moved into Session::finished, which dies after the mutex is released.
+// Locking: one mutex guards all of State. Counting references of a tensor that Python knows may need the GIL,
+// so whoever holds the mutex may wait for the GIL, and nobody may wait for the mutex while holding the GIL.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -63,7 +65,7 @@ constexpr size_t kMostRaces = 50;  // one missing wait repeats at every step; th
 
 c10::Device sim_device() { return c10::Device(kSim, 0); }
 
-// ------------------------------------------------------------------------------------------------ state
+// ----------------------------------------------------------------------------------------------------- state
 
 using Clock = std::map<StreamId, uint64_t>;  // the last tick of each stream that is known to be over
 
@@ -106,6 +108,9 @@ struct Queue {
   uint64_t issued() const { return done + tasks.size(); }
 };
 
+const std::map<std::string, int64_t> kNoTraffic = {
+    {"h2d_copies", 0}, {"h2d_nbytes", 0}, {"d2h_copies", 0}, {"d2h_nbytes", 0}, {"unpinned_late_copies", 0}};
+
 struct State {
   std::recursive_mutex mutex;
   std::map<StreamId, Queue> streams;
@@ -115,7 +120,7 @@ struct State {
   std::vector<std::string> races;
   int64_t serial = 0;
   int64_t now = 0, peak = 0, cap = kDefaultCap, allocations = 0, ooms = 0;
-  int64_t h2d_copies = 0, h2d_nbytes = 0, d2h_copies = 0, d2h_nbytes = 0, unpinned_late_copies = 0;
+  std::map<std::string, int64_t> traffic = kNoTraffic;
   std::map<const char*, size_t> pinned;  // address -> bytes
   bool visible = true;                   // what torch.accelerator.is_available() says
 };
@@ -127,9 +132,21 @@ State& state() {
 
 thread_local StreamId t_stream = 0;
 
+struct Lock {
+  Lock() {
+    if (state().mutex.try_lock()) return;
+    std::optional<pybind11::gil_scoped_release> others_may_run;
+    if (PyGILState_Check()) others_may_run.emplace();
+    state().mutex.lock();
+  }
+  ~Lock() { state().mutex.unlock(); }
+  Lock(const Lock&) = delete;
+};
+
+// A lock, and the tasks that ran under it. They die after it, since what they held may be released by that.
 struct Session {
-  std::vector<Task> finished;  // declared first: destroyed last, after the lock is gone
-  std::unique_lock<std::recursive_mutex> lock{state().mutex};
+  std::vector<Task> finished;  // declared first: destroyed last
+  Lock lock;
 };
 
 // Whether all work that is still to come is ordered after this access.
@@ -143,7 +160,7 @@ void report_race(const std::string& text) {
     races.push_back(text);
 }
 
-// ------------------------------------------------------------------------------------------------ memory
+// ---------------------------------------------------------------------------------------------------- memory
 
 void delete_block(void* context);
 
@@ -157,7 +174,7 @@ c10::DataPtr make_block(size_t nbytes, bool on_device, c10::Device device) {
   block->nbytes = nbytes;
   block->on_device = on_device;
   block->owner = t_stream;
-  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  Lock lock;
   block->serial = ++state().serial;
   if (!on_device) state().pinned[static_cast<const char*>(block->memory)] = nbytes;
   return {block->memory, block, &delete_block, device};
@@ -182,7 +199,7 @@ void delete_block(void* context) {
   if (!context) return;
   auto* block = static_cast<Block*>(context);
   {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     if (block->on_device) {
       check_release(*block);
       state().now -= static_cast<int64_t>(block->nbytes);
@@ -202,7 +219,7 @@ Block* block_of(const c10::DataPtr& data) {
 struct SimAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     {
-      std::lock_guard<std::recursive_mutex> lock(state().mutex);
+      Lock lock;
       auto& s = state();
       const auto asked = static_cast<int64_t>(nbytes);
       if (s.now + asked > s.cap) {
@@ -223,13 +240,13 @@ struct SimAllocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}  // nothing is cached
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     if (auto* block = block_of(data)) block->announced.insert(stream.id());
   }
 
   // torch.accelerator.memory_stats reads these; allocated and reserved are the same here.
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes :
          {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
@@ -241,15 +258,15 @@ struct SimAllocator final : c10::DeviceAllocator {
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     state().allocations = state().ooms = 0;
   }
   void resetPeakStats(c10::DeviceIndex) override {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     state().peak = state().now;
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     return {std::max<int64_t>(0, state().cap - state().now), state().cap};
   }
 };
@@ -268,8 +285,7 @@ struct PinnedAllocator final : c10::Allocator {
 
 PinnedAllocator g_pinned_allocator;
 
-// ------------------------------------------------------------------------------------------------
-// happens-before
+// -------------------------------------------------------------------------------------------- happens-before
 
 // Notes that work `by` with number `tick` of `stream` touches what `tensor` covers; a Session must be open.
 void touch(const Tensor& tensor, StreamId stream, uint64_t tick, bool writes, const char* by) {
@@ -306,7 +322,7 @@ void touch(const Tensor& tensor, StreamId stream, uint64_t tick, bool writes, co
   accesses.push_back({begin, end, stream, tick, writes, by, state().epoch});
 }
 
-// ------------------------------------------------------------------------------------------------ streams
+// --------------------------------------------------------------------------------------------------- streams
 
 void drain(Session& session, StreamId id, uint64_t up_to) {
   auto& queue = state().streams[id];
@@ -450,7 +466,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// ------------------------------------------------------------------------------------------------ generator
+// ------------------------------------------------------------------------------------------------- generator
 
 // The CPU's generator under a device of its own, so that a generator of the wrong device is an error as on
 // hardware, and so that host draws and device draws do not disturb each other.
@@ -489,7 +505,7 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given) {
   return generator.get<SimGenerator>()->cpu;
 }
 
-// ------------------------------------------------------------------------------------------------ hooks
+// ----------------------------------------------------------------------------------------------------- hooks
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -505,7 +521,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Device getDeviceFromPtr(void*) const override { return sim_device(); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &g_pinned_allocator; }
   bool isPinnedPtr(const void* address) const override {
-    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    Lock lock;
     const auto& pinned = state().pinned;
     auto after = pinned.upper_bound(static_cast<const char*>(address));
     if (after == pinned.begin()) return false;
@@ -523,7 +539,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// ------------------------------------------------------------------------------------------------ copies
+// ---------------------------------------------------------------------------------------------------- copies
 
 // The same bytes as a CPU tensor. It does not keep the device memory alive.
 Tensor as_cpu(const Tensor& tensor) {
@@ -548,17 +564,16 @@ void copy_bytes(const Tensor& source, const Tensor& target) {
   target.copy_(source);
 }
 
-void count_traffic(const Tensor& source, const Tensor& target) {
-  auto& s = state();
-  const bool to_device = target.is_privateuseone();
-  ++(to_device ? s.h2d_copies : s.d2h_copies);
-  (to_device ? s.h2d_nbytes : s.d2h_nbytes) += static_cast<int64_t>(target.nbytes());
+void count_traffic(const Tensor& target) {
+  const std::string direction = target.is_privateuseone() ? "h2d" : "d2h";
+  state().traffic[direction + "_copies"] += 1;
+  state().traffic[direction + "_nbytes"] += static_cast<int64_t>(target.nbytes());
 }
 
 void enqueue_copy(const Tensor& source, const Tensor& target, StreamId id) {
   const auto& host = target.is_privateuseone() ? source : target;
   const auto& device = target.is_privateuseone() ? target : source;
-  if (!block_of(host.storage().data_ptr())) ++state().unpinned_late_copies;
+  if (!block_of(host.storage().data_ptr())) ++state().traffic["unpinned_late_copies"];
   state().streams[id].tasks.push_back([from = as_cpu(source).expand(target.sizes()), to = as_cpu(target),
                                        host, memory = device.storage(), id](Session&) {
     auto* block = block_of(memory.data_ptr());
@@ -585,7 +600,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
                                                : "a device-to-host copy";
   touch(source, id, tick, /*writes=*/false, by);
   touch(target, id, tick, /*writes=*/true, by);
-  if (crosses) count_traffic(source, target);
+  if (crosses) count_traffic(target);
   if (late) {
     enqueue_copy(source, target, id);
     return target;
@@ -607,7 +622,7 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return as_cpu(self).item();
 }
 
-// ------------------------------------------------------------------------------------------------ operators
+// ------------------------------------------------------------------------------------------------- operators
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -934,44 +949,38 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 // clang-format on
 }  // namespace at
 
+// A function for Python that runs `f` under the lock.
+template <class F>
+auto locked(F f) {
+  return [f] {
+    Session session;
+    return f(session);
+  };
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-  m.def("now", [] { return state().now; });
-  m.def("peak", [] { return state().peak; });
-  m.def("cap", [] { return state().cap; });
-  m.def("set_cap", [](std::optional<int64_t> nbytes) { state().cap = nbytes.value_or(kDefaultCap); });
-  m.def("reset_peak", [] { g_allocator.resetPeakStats(0); });
-  m.def("races", [] {
-    Session session;
-    return state().races;
+  m.def("now", locked([](Session&) { return state().now; }));
+  m.def("peak", locked([](Session&) { return state().peak; }));
+  m.def("reset_peak", locked([](Session&) { state().peak = state().now; }));
+  m.def("set_cap", [](std::optional<int64_t> nbytes) {
+    Lock lock;
+    state().cap = nbytes.value_or(kDefaultCap);
   });
-  m.def("start_epoch", [] {
-    Session session;
-    start_epoch(session);
+  m.def("races", locked([](Session&) { return state().races; }));
+  m.def("pending", locked([](Session&) {
+          size_t tasks = 0;
+          for (const auto& entry : state().streams) tasks += entry.second.tasks.size();
+          return tasks;
+        }));
+  m.def("synchronize", locked(synchronize_all));
+  m.def("start_epoch", locked(start_epoch));
+  m.def("traffic", locked([](Session&) { return state().traffic; }));
+  m.def("reset_traffic", locked([](Session&) { state().traffic = kNoTraffic; }));
+  m.def("visible", locked([](Session&) { return state().visible; }));
+  m.def("set_visible", [](bool visible) {
+    Lock lock;
+    state().visible = visible;
   });
-  m.def("pending", [] {
-    Session session;
-    size_t tasks = 0;
-    for (const auto& entry : state().streams) tasks += entry.second.tasks.size();
-    return tasks;
-  });
-  m.def("synchronize", [] {
-    Session session;
-    synchronize_all(session);
-  });
-  m.def("traffic", [] {
-    auto& s = state();
-    return std::map<std::string, int64_t>{{"h2d_copies", s.h2d_copies},
-                                          {"h2d_nbytes", s.h2d_nbytes},
-                                          {"d2h_copies", s.d2h_copies},
-                                          {"d2h_nbytes", s.d2h_nbytes},
-                                          {"unpinned_late_copies", s.unpinned_late_copies}};
-  });
-  m.def("reset_traffic", [] {
-    auto& s = state();
-    s.h2d_copies = s.h2d_nbytes = s.d2h_copies = s.d2h_nbytes = s.unpinned_late_copies = 0;
-  });
-  m.def("set_visible", [](bool visible) { state().visible = visible; });
-  m.def("visible", [] { return state().visible; });
   m.def("default_generator", [] { return default_generator(); });
 }

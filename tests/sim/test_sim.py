@@ -1,4 +1,4 @@
-"""The simulated accelerator itself: each property that other tests rely on, and each mistake that it must find."""
+"""The simulated accelerator itself: what other tests rely on, and each mistake that it must find."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import sim as sim_package
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 # the fixture is imported under its own name; pytest finds it as `sim`
-from sim import Simulator, sim_fixture  # noqa: F401
+from tests import sim as sim_package
+from tests.sim import Simulator, sim_fixture  # noqa: F401
 
 
 def late_copy(stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
@@ -27,7 +28,7 @@ def current() -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# --------------------------------------------------------------------------------------------------- memory
 
 
 def test_bytes_are_counted_exactly(sim: Simulator) -> None:
@@ -94,7 +95,7 @@ def test_devices_do_not_mix(sim: Simulator) -> None:
     assert (there * torch.tensor(2.0)).device.type == "sim"  # a host scalar is welcome, as on hardware
 
 
-# ------------------------------------------------------------------------------------------------ late copies
+# ---------------------------------------------------------------------------------------------- late copies
 
 
 def test_missing_wait_is_a_wrong_value_and_a_race(sim: Simulator) -> None:
@@ -180,7 +181,7 @@ def test_elapsed_time_is_refused(sim: Simulator) -> None:
         start.elapsed_time(end)
 
 
-# ------------------------------------------------------------------------------------------------ happens-before
+# ------------------------------------------------------------------------------------------- happens-before
 
 
 def stream_layers(
@@ -321,7 +322,7 @@ def test_a_race_fails_the_test_that_has_it(sim: Simulator) -> None:
         next(teardown)
 
 
-# ------------------------------------------------------------------------------------------------ threads
+# -------------------------------------------------------------------------------------------------- threads
 
 
 def test_copies_enqueued_by_a_background_thread(sim: Simulator) -> None:
@@ -378,7 +379,7 @@ def test_threads_that_allocate_copy_and_free_do_not_disturb_each_other(sim: Simu
     assert failures == [] and sim.now() == before
 
 
-# ------------------------------------------------------------------------------------------------ host memory, bus
+# ----------------------------------------------------------------------------------------- host memory, bus
 
 
 def test_pinned_memory(sim: Simulator) -> None:
@@ -404,7 +405,7 @@ def test_traffic_is_counted(sim: Simulator) -> None:
     }
 
 
-# ------------------------------------------------------------------------------------------------ random numbers
+# ------------------------------------------------------------------------------------------- random numbers
 
 
 def test_the_device_has_a_generator_of_its_own(sim: Simulator) -> None:
@@ -566,8 +567,15 @@ def test_transformers_trains_and_generates(sim: Simulator) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    here = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **shape))
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    here = LlamaForCausalLM(config)
     there = copy.deepcopy(here).to("sim")
     ids_BS = torch.randint(0, 64, (2, 9))
     losses = []
@@ -588,7 +596,7 @@ def test_transformers_trains_and_generates(sim: Simulator) -> None:
     assert answers[1].device.type == "sim" and torch.equal(answers[0], answers[1].cpu())
 
 
-# ------------------------------------------------------------------------------------------------ one process
+# ---------------------------------------------------------------------------------------------- one process
 
 
 def test_no_accelerator_is_available_outside_the_fixture() -> None:
@@ -601,12 +609,10 @@ def test_no_accelerator_is_available_outside_the_fixture() -> None:
     assert not torch.accelerator.is_available()
 
 
-def test_a_failed_build_shows_what_the_compiler_said(
-    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_build_shows_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++\n")
     monkeypatch.setattr(sim_package, "_SOURCE", broken)
     monkeypatch.setenv("AIRTUNE_TEST_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(RuntimeError, match="broken.cpp:1:1: error"):
+    with pytest.raises(RuntimeError, match=r"broken\.cpp:1:1: error"):
         sim_package._build()

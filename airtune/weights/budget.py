@@ -1,0 +1,58 @@
+"""How many layers may be on the device, from the bytes that the user gives.
+
+    budget >= slots + working memory
+
+One slot holds the largest layer. Working memory (adapters with their gradients and optimizer, activations
+of a micro-batch, the loss) is not guessed from a config: the first step runs on at most two slots, its peak
+is measured, and what the budget leaves then becomes further slots, in which layers stay. Two slots overlap
+reading with compute; one works and does not.
+
+Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The measured peak of one step may be passed by a longer row in the next one.
+_WORKING_MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class SlotBudget:
+    """Slots for `count` layers of at most `slot_nbytes`, within `nbytes` of device memory (None: not
+    limited, two slots).
+
+    Args:
+        fixed_nbytes: what is on the device besides slots however small the batch is: adapters in fp32 with
+            their gradient and two moments.
+    """
+
+    count: int
+    slot_nbytes: int
+    nbytes: int | None
+    fixed_nbytes: int = 0
+
+    def first(self) -> int:
+        """Slots for the first step.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        if self.nbytes is None or self.slot_nbytes == 0:
+            return min(2, self.count)
+        least = self.slot_nbytes + self.fixed_nbytes
+        if self.nbytes < least:
+            raise ValueError(
+                f"memory for weights is limited to {self.nbytes:,} bytes and at least {least:,} are needed: "
+                f"{self.slot_nbytes:,} for the largest layer and {self.fixed_nbytes:,} for adapters and their "
+                "optimizer; raise the limit"
+            )
+        return min(2, self.count, (self.nbytes - self.fixed_nbytes) // self.slot_nbytes)
+
+    def settled(self, working_nbytes: int) -> int:
+        """Slots once a step was seen to take `working_nbytes` besides its slots; at least one."""
+        if self.nbytes is None or self.slot_nbytes == 0:
+            return self.first()
+        left = self.nbytes - int(working_nbytes * _WORKING_MARGIN)
+        return max(1, min(self.count, left // self.slot_nbytes))

@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""Train on a checkpoint and watch the memory of the process: its peak must stay below the checkpoint's size.
+
+    python scripts/measure_memory.py                  a random 0.6B model, 1.2 GB in bf16, in a temporary folder
+    python scripts/measure_memory.py --params 1.5B --steps 5
+
+The training runs in a process of its own, on the CPU, through `airtune.load`: LoRA on all linear layers, AdamW, a few steps.
+This process looks at it from outside, in /proc/PID/status: RssAnon is memory that it allocated, RssFile are pages of
+files that it has mapped (on the CPU streamed weights are such pages, and those of the shared libraries). The largest
+sum seen is the peak; VmHWM, the kernel's own record, must agree with it and is what counts if it is larger.
+
+Most of the peak of a small model is Python, torch and transformers themselves: the line "libraries" is the process
+before it loads anything. Exit code 1 if the peak is not below the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent
+INTERVAL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory of a process, in bytes."""
+
+    anonymous: int = 0
+    file: int = 0
+    record: int = 0  # the largest sum so far, as the kernel kept it
+
+    @property
+    def total(self) -> int:
+        return self.anonymous + self.file
+
+    @classmethod
+    def of(cls, status: str) -> Memory | None:
+        """From the text of /proc/PID/status; None once the process has given its memory back."""
+        kb = {
+            name: int(value.split()[0])
+            for name, _, value in (line.partition(":") for line in status.splitlines())
+            if name in ("RssAnon", "RssFile", "RssShmem", "VmHWM")
+        }
+        if "VmHWM" not in kb:
+            return None
+        return cls((kb["RssAnon"] + kb["RssShmem"]) * 1024, kb["RssFile"] * 1024, kb["VmHWM"] * 1024)
+
+
+def train(folder: Path, steps: int, rows: int, tokens: int) -> None:
+    """What is watched: trains and prints one line of JSON, the memory of the libraries and the loss of each step."""
+    import torch
+    from peft import LoraConfig
+
+    import airtune
+    import airtune.model.build  # noqa: F401  # the names of airtune load lazily; here they belong to the libraries
+
+    libraries = Memory.of(Path("/proc/self/status").read_text())
+    assert libraries is not None
+    model = airtune.load(
+        folder, lora=LoraConfig(r=8, target_modules="all-linear"), device="cpu", micro_batch_size=1
+    )
+    model.train()
+    adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapter, lr=1e-3)
+    ids_BS = torch.randint(0, model.config.get_text_config().vocab_size, (rows, tokens))
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids_BS, labels=ids_BS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    sys.stdout.write(json.dumps({"libraries_nbytes": libraries.total, "losses": losses}) + "\n")
+
+
+def watch(process: subprocess.Popen[str]) -> Memory:
+    """The largest memory of a process until it ends."""
+    status = Path(f"/proc/{process.pid}/status")
+    peak = Memory()
+    while process.poll() is None:
+        seen = Memory.of(status.read_text())
+        if seen is not None:
+            larger = max(peak, seen, key=lambda memory: memory.total)
+            peak = Memory(larger.anonymous, larger.file, max(peak.record, seen.record))
+        time.sleep(INTERVAL_S)
+    return peak
+
+
+def measure(folder: Path, steps: int, rows: int, tokens: int) -> bool:
+    """Train on the checkpoint in `folder` and print what was seen; whether the peak is below the checkpoint's size."""
+    checkpoint_nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    # PEFT asks every model for a property that transformers renamed: no news to whoever reads the figures.
+    command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--watched", str(folder)]
+    command += ["--steps", str(steps), "--rows", str(rows), "--tokens", str(tokens)]
+    path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        peak = watch(process)
+        assert process.stdout is not None
+        said = process.stdout.read()
+    if process.returncode:
+        sys.exit(f"measure_memory: the training ended with exit code {process.returncode}")
+    result = json.loads(said.splitlines()[-1])
+    peak_nbytes = max(peak.total, peak.record)
+    facts = [
+        ("checkpoint", f"{checkpoint_nbytes / 1e9:.3f} GB"),
+        (
+            "peak",
+            f"{peak_nbytes / 1e9:.3f} GB   {peak.anonymous / 1e9:.3f} anonymous, {peak.file / 1e9:.3f} of files",
+        ),
+        ("libraries", f"{result['libraries_nbytes'] / 1e9:.3f} GB   of the peak"),
+        ("ratio", f"{peak_nbytes / checkpoint_nbytes:.3f}      peak / checkpoint"),
+        ("losses", ", ".join(f"{loss:.3f}" for loss in result["losses"])),
+    ]
+    sys.stdout.write("".join(f"{name:12}{value}\n" for name, value in facts))
+    return peak_nbytes < checkpoint_nbytes
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Train on a checkpoint; watch the peak of the process's memory."
+    )
+    parser.add_argument(
+        "--params", default="0.6B", help="of the random model, about so many (default: %(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint to use instead of a random one")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64, help="of a row")
+    parser.add_argument("--watched", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    shape = (asked.steps, asked.rows, asked.tokens)
+    if asked.watched:
+        train(asked.watched, *shape)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="airtune-") as temporary:
+        folder = asked.checkpoint or Path(temporary)
+        if not asked.checkpoint:
+            maker = [sys.executable, str(SCRIPTS / "make_checkpoint.py"), temporary, "--params", asked.params]
+            subprocess.run(maker, check=True)
+        below = measure(folder, *shape)
+    if not below:
+        sys.stderr.write("The peak is not below the checkpoint's size.\n")
+    return 0 if below else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
