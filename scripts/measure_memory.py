@@ -1,16 +1,16 @@
 #!/usr/bin/env python
 """Train on a checkpoint and watch the memory of the process: its peak must stay below the checkpoint's size.
 
-    python scripts/measure_memory.py                  a random 0.6B model, 1.2 GB in bf16, in a temporary folder
+    python scripts/measure_memory.py                  a random model of 0.6B, 1.2 GB in a temporary folder
     python scripts/measure_memory.py --params 1.5B --steps 5
 
-The training runs in a process of its own, on the CPU, through `airtune.load`: LoRA on all linear layers, AdamW, a few steps.
-This process looks at it from outside, in /proc/PID/status: RssAnon is memory that it allocated, RssFile are pages of
-files that it has mapped (on the CPU streamed weights are such pages, and those of the shared libraries). The largest
-sum seen is the peak; VmHWM, the kernel's own record, must agree with it and is what counts if it is larger.
+The training runs in a process of its own, on the CPU, through `airtune.load`: LoRA on all linear layers,
+AdamW, a few steps. This process looks at it from outside, in /proc/PID/status: RssAnon is memory that it
+allocated, RssFile are pages of files that it has mapped (on the CPU streamed weights are such pages, and so
+are the libraries). The largest sum seen is the peak, unless VmHWM, the kernel's own record, is larger yet.
 
-Most of the peak of a small model is Python, torch and transformers themselves: the line "libraries" is the process
-before it loads anything. Exit code 1 if the peak is not below the checkpoint's size.
+Most of the peak of a small model is Python, torch and transformers themselves: the line "libraries" is the
+process before it loads anything. Exit code 1 if the peak is not below the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -55,18 +55,17 @@ class Memory:
 
 
 def train(folder: Path, steps: int, rows: int, tokens: int) -> None:
-    """What is watched: trains and prints one line of JSON, the memory of the libraries and the loss of each step."""
+    """What is watched: trains, and prints the memory of the libraries and the losses as one line of JSON."""
     import torch
     from peft import LoraConfig
 
     import airtune
-    import airtune.model.build  # noqa: F401  # the names of airtune load lazily; here they belong to the libraries
 
+    load = airtune.load  # its name is loaded lazily, with transformers: part of the libraries
     libraries = Memory.of(Path("/proc/self/status").read_text())
     assert libraries is not None
-    model = airtune.load(
-        folder, lora=LoraConfig(r=8, target_modules="all-linear"), device="cpu", micro_batch_size=1
-    )
+    lora = LoraConfig(r=8, target_modules="all-linear")
+    model = load(folder, lora=lora, device="cpu", micro_batch_size=1)
     model.train()
     adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapter, lr=1e-3)
@@ -95,7 +94,7 @@ def watch(process: subprocess.Popen[str]) -> Memory:
 
 
 def measure(folder: Path, steps: int, rows: int, tokens: int) -> bool:
-    """Train on the checkpoint in `folder` and print what was seen; whether the peak is below the checkpoint's size."""
+    """Train on the checkpoint in `folder`, print what was seen; whether the peak is below its size."""
     checkpoint_nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     # PEFT asks every model for a property that transformers renamed: no news to whoever reads the figures.
     command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--watched", str(folder)]
@@ -112,17 +111,18 @@ def measure(folder: Path, steps: int, rows: int, tokens: int) -> bool:
     result = json.loads(said.splitlines()[-1])
     peak_nbytes = max(peak.total, peak.record)
     facts = [
-        ("checkpoint", f"{checkpoint_nbytes / 1e9:.3f} GB"),
-        (
-            "peak",
-            f"{peak_nbytes / 1e9:.3f} GB   {peak.anonymous / 1e9:.3f} anonymous, {peak.file / 1e9:.3f} of files",
-        ),
-        ("libraries", f"{result['libraries_nbytes'] / 1e9:.3f} GB   of the peak"),
+        ("checkpoint", _gb(checkpoint_nbytes)),
+        ("peak", f"{_gb(peak_nbytes)}   {_gb(peak.anonymous)} anonymous, {_gb(peak.file)} of files"),
+        ("libraries", f"{_gb(result['libraries_nbytes'])}   of the peak"),
         ("ratio", f"{peak_nbytes / checkpoint_nbytes:.3f}      peak / checkpoint"),
         ("losses", ", ".join(f"{loss:.3f}" for loss in result["losses"])),
     ]
     sys.stdout.write("".join(f"{name:12}{value}\n" for name, value in facts))
     return peak_nbytes < checkpoint_nbytes
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3f} GB"
 
 
 def main(argv: list[str] | None = None) -> int:

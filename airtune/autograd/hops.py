@@ -2,8 +2,9 @@
 
 While micro-batch i computes, i+1 is on its way up and i-1 on its way down, each on a stream of its own. The
 host runs far ahead of the device, so it would queue every micro-batch's upload at once and their memory with
-it; therefore an upload starts only when the micro-batch before the previous one is done, and the device holds
-two micro-batches of inputs however many there are. When the device is the CPU nothing moves.
+it; therefore an upload starts only when the micro-batch before the previous one is done and its results are
+home, and the device holds two micro-batches of activations however many there are. When the device is the CPU
+nothing moves.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class Hops:
                 leaf.record_stream(current)
 
     def computed(self) -> None:
-        """Mark the end of a micro-batch's work on the current stream."""
+        """Mark the end of a micro-batch: its work on the current stream, and the way home of its results."""
         if not self._stays:
-            self._running.append(torch.accelerator.current_stream(self._device).record_event())
+            self._down.wait_event(torch.accelerator.current_stream(self._device).record_event())
+            self._running.append(self._down.record_event())
 
     def bring(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
         """Copy a result into host memory; it is there after `finish`."""

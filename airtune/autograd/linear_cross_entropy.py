@@ -251,9 +251,8 @@ def _add_chunk(
     logits_NV = stepped_NV.detach().to(plan.sum_dtype)
     top_N = torch.maximum(sums.top_N, logits_NV.amax(1))
     fade_N = (sums.top_N - top_N).exp_()
-    share_NV = (
-        logits_NV - top_N[:, None]
-    ).exp_()  # probabilities, but for the factor that is known at the end
+    # Probabilities, but for a factor that is known at the end.
+    share_NV = (logits_NV - top_N[:, None]).exp_()
     del logits_NV
     sums.top_N.copy_(top_N)
     sums.total_N.mul_(fade_N).add_(share_NV.sum(1))

@@ -91,7 +91,7 @@ class Stream:
             model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
             model.register_forward_hook(self._leave_model, always_call=True),
         ]
-        _STREAMS[model] = self
+        _STREAMS[model] = weakref.ref(self)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -216,7 +216,8 @@ class _LayerWeights:
         return self._stream.visit(self._index, direction)
 
 
-_STREAMS: weakref.WeakKeyDictionary[nn.Module, Stream] = weakref.WeakKeyDictionary()
+# The model keeps its stream alive (by its hooks); a strong reference from here would keep both for ever.
+_STREAMS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Stream]] = weakref.WeakKeyDictionary()
 
 
 def stream_of(model: nn.Module) -> Stream:
@@ -226,6 +227,6 @@ def stream_of(model: nn.Module) -> Stream:
         ValueError: the model is not streamed (any more).
     """
     for module in model.modules():
-        if module in _STREAMS:
-            return _STREAMS[module]
+        if (reference := _STREAMS.get(module)) is not None and (stream := reference()) is not None:
+            return stream
     raise ValueError(f"this {type(model).__name__} is not streamed; get one from airtune.load")

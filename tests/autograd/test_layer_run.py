@@ -1,4 +1,4 @@
-"""Everything that enters and leaves a layer is in the lists of leaves: results, containers, recorded values."""
+"""All that enters and leaves a layer is in the lists of leaves: results, containers, recorded values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def through(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 X = torch.arange(6.0).view(2, 3)
 
 
-# --- results ----------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------
 
 
 def test_a_nested_result_comes_back_in_its_shape() -> None:
@@ -98,7 +98,7 @@ def test_a_result_without_tensors() -> None:
     assert made == [] and layout.rebuild(made, leaves)[0] is None
 
 
-# --- containers -------------------------------------------------------------------------------------------------
+# --- containers ---------------------------------------------------------------------------------------------
 
 
 def test_containers_are_untouched_until_the_changes_are_applied() -> None:
@@ -194,7 +194,7 @@ def test_an_input_that_is_put_into_a_container_stays_the_callers_own() -> None:
     assert shared["x"] is X
 
 
-# --- recorded values --------------------------------------------------------------------------------------------
+# --- recorded values ----------------------------------------------------------------------------------------
 
 
 def test_blank_lists_have_the_lengths_of_the_full_ones() -> None:

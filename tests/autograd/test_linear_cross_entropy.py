@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from airtune.autograd.linear_cross_entropy import Step, linear_cross_entropy
 from tests.resident_head import ResidentHead
-from tests.sim import Simulator, sim_fixture  # noqa: F401
+from tests.sim import Simulator
 
 VOCAB, WIDTH = 101, 16
 SOFTCAP: tuple[Step, ...] = (lambda z: z / 3.0, torch.tanh, lambda z: z * 3.0)
@@ -238,7 +238,7 @@ def test_the_device_takes_no_more_than_the_budget_however_many_the_tokens(
         with torch.set_grad_enabled(with_gradient):
             ours = linear_cross_entropy(hidden_ND, head, labels_N, steps=STEPS[steps], block_bytes=20_000)
         assert sim.peak() - before <= 20_000 + chunk_bytes
-        # What waits for backward waits where the hidden states are. (Autograd's thread lets go a moment later.)
+        # What waits for backward waits where the hidden states are. (Autograd's thread lets go a bit later.)
         deadline_s = time.monotonic() + 5
         while sim.now() > before and time.monotonic() < deadline_s:
             time.sleep(0.001)

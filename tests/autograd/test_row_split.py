@@ -54,7 +54,7 @@ def test_only_tensors_that_lead_with_the_batch_are_cut() -> None:
     assert all(a is b for i, (a, b) in enumerate(zip(taken, leaves, strict=True)) if i not in (0, 5))
 
 
-# --- the proof --------------------------------------------------------------------------------------------------
+# --- the proof ----------------------------------------------------------------------------------------------
 
 
 def prove(layer: Callable[[Tensor], list[Tensor]], x: Tensor = X) -> tuple[bool, ...]:

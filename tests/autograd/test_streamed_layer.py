@@ -1,7 +1,7 @@
 """A streamed layer is the layer: same results, same gradients, while its weights come and go.
 
-The naive twin of every case is the plain module under torch's own autograd, run on the same micro-batches one after the
-other. The arithmetic is the same, so most comparisons are bit for bit.
+The naive twin of every case is the plain module under torch's own autograd, run on the same micro-batches one
+after the other. The arithmetic is the same, so most comparisons are bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from airtune.autograd.streamed_layer import Direction, StreamedLayer
 
 
 class FakeWeights:
-    """Frozen parameters are on meta except during a visit. Equal tokens say that they stayed where they were."""
+    """Frozen parameters are on meta except in a visit; equal tokens say that they stayed where they were."""
 
     device = torch.device("cpu")
 
@@ -84,7 +84,8 @@ def stream(module: nn.Module, *, moved: bool = True, **options: Any) -> Streamed
 
 def naive(module: nn.Module, rows: int, size: int | None, *args: Any, **kwargs: Any) -> Any:
     """The module on each micro-batch, joined; tensors that lead with `rows` carry the batch."""
-    size = size or rows
+    if size is None:
+        return module(*args, **kwargs)
 
     def run(start: int) -> Any:
         def take(leaf: Any) -> Any:
@@ -121,7 +122,7 @@ def assert_close(got: Any, want: Any) -> None:
 
 SIZES = [None, 1, 2, 3, 5]
 
-# --- results and gradients --------------------------------------------------------------------------------------
+# --- results and gradients ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep_graph", [False, True])
@@ -352,7 +353,7 @@ def test_a_layer_called_twice_in_one_graph() -> None:
     assert_close(gradients(weighted(got), x, module.down.weight), want)
 
 
-# --- side doors -------------------------------------------------------------------------------------------------
+# --- side doors ---------------------------------------------------------------------------------------------
 
 
 def shares(scale: Tensor, x: Tensor, shared: dict[str, Tensor], trail: list[Tensor]) -> Tensor:
@@ -433,7 +434,7 @@ def test_recorded_values_carry_gradients(size: int | None) -> None:
     assert_close(gradients(loss([streamed(module) for module in modules]), x, *scales), want)
 
 
-# --- modes ------------------------------------------------------------------------------------------------------
+# --- modes --------------------------------------------------------------------------------------------------
 
 
 def test_without_gradients_it_is_the_plain_layer() -> None:
@@ -465,10 +466,8 @@ def test_inputs_and_parameters_that_need_nothing() -> None:
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_autocast_is_that_of_the_forward_pass(size: int | None) -> None:
-    module, x = (
-        Lora(),
-        batch(4, dtype=torch.float32) * 1,
-    )  # autocast caches its casts of leaves, which x is none of
+    # x is a leaf for the twin too: autocast casts a leaf once, and adds up its gradient in the cast dtype.
+    module, x = Lora(), batch(4, dtype=torch.float32)
     layer = stream(module, micro_batch_size=size)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = naive(module_with_weights(layer), 4, size, x)
@@ -490,7 +489,7 @@ def test_backward_inside_autocast_still_reaches_the_adapters() -> None:
     assert all(grad is not None and bool(grad.any()) for grad in grads)
 
 
-# --- which gradients, how often ---------------------------------------------------------------------------------
+# --- which gradients, how often -----------------------------------------------------------------------------
 
 
 def test_only_what_is_asked_for_is_given() -> None:
@@ -533,7 +532,7 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-# --- the graph that is kept for the turn ------------------------------------------------------------------------
+# --- the graph that is kept for the turn --------------------------------------------------------------------
 
 
 def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -572,7 +571,7 @@ def test_micro_batches_keep_no_graph() -> None:
     assert len(calls) == 3 + 2 + 2
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 class Watched(nn.Module):
@@ -644,7 +643,7 @@ def test_nothing_is_left_after_a_step(size: int | None) -> None:
         gc.enable()
 
 
-# --- errors -----------------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_that_changed_before_backward_is_an_error() -> None:
@@ -698,7 +697,8 @@ def fails_on(call: int) -> tuple[Callable[..., Any], list[int]]:
 def test_an_error_in_the_layer_leaves_nothing_behind(backward: bool) -> None:
     function, calls = fails_on(2 if backward else 1)
     module, x, book = Fn(function), batch(3), Book()
-    book.page = page = {"router": []}
+    page: Lists = {"router": []}
+    book.page = page
     layer = stream(module, recording=book, keep_graph=True)
     weights = layer.weights
     assert isinstance(weights, FakeWeights)
@@ -719,12 +719,9 @@ def test_an_error_in_the_layer_leaves_nothing_behind(backward: bool) -> None:
 
 
 def test_a_failed_proof_leaves_every_module_in_its_mode() -> None:
-    module = nn.Sequential(
-        nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5), Fn(lambda scale, x: x * scale - x.mean(0)))
-    )
-    module.train()
-    module[1].eval()
-    module[1][0].train()
+    off = nn.Sequential(nn.Dropout(0.5), Fn(lambda scale, x: x * scale - x.mean(0))).eval()
+    off[0].train()
+    module = nn.Sequential(nn.Dropout(0.5), off)
     modes = [m.training for m in module.modules()]
     x, state = batch(4), torch.get_rng_state()
     layer = stream(module, micro_batch_size=2)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from airtune.autograd.streamed_linear import streamed_linear
 from tests.resident_head import ResidentHead
-from tests.sim import Simulator, sim_fixture  # noqa: F401
+from tests.sim import Simulator
 
 VOCAB, WIDTH = 101, 16
 

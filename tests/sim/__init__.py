@@ -1,23 +1,27 @@
 """A simulated accelerator for tests: the PyTorch device "sim" (see sim.cpp for what it models and how).
 
-How a test uses it. tests/conftest.py says `from tests.sim import sim_fixture  # noqa: F401`; then
+How a test uses it. The checkout is on the path (`pythonpath = ["."]` in pyproject's pytest section) and
+tests/ is a package in it; tests/conftest.py imports `sim_fixture`. So every test may ask for the device by
+name:
 
-    def test_something(sim):
+    from tests.sim import Simulator
+
+    def test_something(sim: Simulator) -> None:
         slot = torch.empty(4, device="sim")
         ...                     # torch.accelerator, torch.Stream and torch.Event drive it
         assert sim.peak() < 100
         # when the test ends, any data race that it ran into fails it
 
-One process for all tests. PyTorch can neither unload nor rename a backend: once loaded, the *type* of the current
-accelerator is "sim" until the process ends. But whether one is available is ours to say, and it is available only
-while a test holds the fixture. So product code must ask `torch.accelerator.is_available()` or
-`torch.accelerator.current_accelerator(check_available=True)`, as it must anyway: PyTorch built for CUDA behaves
-just so on a machine without a GPU. Where a real accelerator is present, loading would take its place, so the
-fixture skips; hide the real one (CUDA_VISIBLE_DEVICES="") to run these tests there.
+One process for all tests. PyTorch can neither unload nor rename a backend: once loaded, the *type* of the
+current accelerator is "sim" until the process ends. But whether one is available is ours to say, and it is
+available only while a test holds the fixture. So product code must ask `torch.accelerator.is_available()` or
+`torch.accelerator.current_accelerator(check_available=True)`, as it must anyway: PyTorch built for CUDA
+behaves just so on a machine without a GPU. Where a real accelerator is present, loading would take its place,
+so the fixture skips; hide the real one (CUDA_VISIBLE_DEVICES="") to run these tests there.
 
-The first use compiles sim.cpp (about a minute; needs g++ and ninja) into a cache folder under a name that holds a
-digest of the source and the version of PyTorch; later runs load that file. The folder is AIRTUNE_TEST_CACHE, by
-default ~/.cache/airtune-tests.
+The first use compiles sim.cpp (about a minute; needs g++ and ninja) into a cache folder, under a name that
+holds a digest of the source and the version of PyTorch; later runs load that file. AIRTUNE_TEST_CACHE names
+the folder, by default ~/.cache/airtune-tests.
 """
 
 from __future__ import annotations
@@ -118,8 +122,8 @@ def load_sim() -> Simulator:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    # PyTorch's autograd thread of a device drops a graph after backward() has returned, and needs the GIL for it.
-    # In a process that ends right then, the interpreter kills the thread and the process aborts: let it finish.
+    # A device's autograd thread drops the graph after backward() has returned, and that takes the GIL. In
+    # a process that ends right then, the interpreter kills the thread and the process aborts: let it finish.
     atexit.register(time.sleep, 0.1)
     return Simulator(extension)
 
@@ -141,7 +145,7 @@ def sim_fixture() -> Iterator[Simulator]:
 
 
 def _build() -> Path:
-    """Path of the compiled extension; processes that start together build it once (a lock dies with its owner)."""
+    """Path of the compiled extension. Processes that start together build it once."""
     version = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {_FLAGS}"
     digest = hashlib.sha256(_SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("AIRTUNE_TEST_CACHE", Path.home() / ".cache" / "airtune-tests"))
@@ -151,7 +155,7 @@ def _build() -> Path:
         return built
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # unlike a lock file of one's own, it dies with its owner
         if not built.exists():
             _compile(name, cache / name)
             os.replace(cache / name / f"{name}.so", built)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# the fixture is imported under its own name; pytest finds it as `sim`
 from tests import sim as sim_package
-from tests.sim import Simulator, sim_fixture  # noqa: F401
+from tests.sim import Simulator
 
 
 def late_copy(stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
@@ -445,7 +444,7 @@ def test_checkpointed_dropout_draws_the_same_mask_again(sim: Simulator) -> None:
     inputs = torch.ones(64, device="sim", requires_grad=True)
     output = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x, 0.5), inputs, use_reentrant=False)
     output.sum().backward()
-    assert torch.equal(inputs.grad, output.detach())
+    assert inputs.grad is not None and torch.equal(inputs.grad, output.detach())
 
 
 # ------------------------------------------------------------------------------------------------ operators
@@ -524,9 +523,9 @@ def test_views_indexing_and_convolution(sim: Simulator) -> None:
     there = copy.deepcopy(here).to("sim")
     for conv in (here, there):
         conv(torch.ones(1, 4, 9, device=conv.weight.device)).square().sum().backward()
-    assert torch.equal(here.weight.grad, there.weight.grad.cpu()) and torch.equal(
-        here.bias.grad, there.bias.grad.cpu()
-    )
+    for left, right in zip(here.parameters(), there.parameters(), strict=True):
+        assert left.grad is not None and right.grad is not None
+        assert torch.equal(left.grad, right.grad.cpu())
 
 
 def test_integers_are_counted_and_complex_numbers_conjugated(sim: Simulator) -> None:
@@ -585,6 +584,7 @@ def test_transformers_trains_and_generates(sim: Simulator) -> None:
         losses[-1].backward()
     assert losses[0].item() == losses[1].item()
     for (name, left), right in zip(here.named_parameters(), there.parameters(), strict=True):
+        assert left.grad is not None and right.grad is not None
         assert torch.equal(left.grad, right.grad.cpu()), name
     prompt = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS)}
     answers = [
