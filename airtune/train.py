@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +11,8 @@ from pathlib import Path
 from airtune.checks import check_trainer_keys
 from airtune.compose import from_command_line, resolved_yaml
 from airtune.config import Config
+
+logger = logging.getLogger("airtune.train")  # run as a command, the module's own name is __main__
 
 
 def train(config: Config) -> None:
@@ -48,10 +51,12 @@ def train(config: Config) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code (see `run.console`)."""
     config = from_command_line(argv)  # before the libraries' seconds: a mistyped key is said at once
-    from airtune.run.checkpoints import resume_hint
     from airtune.run.console import exit_code, set_up_logging
 
     set_up_logging()
+    logger.info("Training into %s", config.output_dir)
+    from airtune.run.checkpoints import resume_hint  # brings the libraries, whose log is now set up
+
     return exit_code(lambda: train(config), if_stopped=lambda: resume_hint(Path(config.output_dir)))
 
 

@@ -113,19 +113,24 @@ class LayerCall:
         return join.tensors, layout
 
     def second_run(
-        self, inputs: Sequence[Any], grads: Sequence[torch.Tensor | None], token: object, gradients: Gradients
-    ) -> None:
-        """The layer on every micro-batch again, with its graph, to add up what flows back through it."""
+        self,
+        inputs: Sequence[Any],
+        grads: Sequence[torch.Tensor | None],
+        token: object,
+        needed: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """The layer on every micro-batch again, with its graph: the gradients of its tensors and parameters."""
         hops = Hops(self.weights.device)
+        gradients = Gradients(self, inputs, needed, hops)
         if self._graph is not None:
             kept, leaves, made = self._graph
             self._graph = None  # used up by one backward: another one recomputes
             if kept == token:
                 moved = hops.send(grads)
                 hops.arrive(moved)
-                gradients.add(self.split.slices[0], leaves, made, moved, hops)
+                gradients.add(self.split.slices[0], leaves, made, moved)
                 hops.finish()
-                return
+                return gradients.result()
         for index, leaves, moved in self._micro_batches(inputs, grads, hops):
             with torch.enable_grad(), self._ambients[index].restored():
                 made, _ = self._run(leaves)
@@ -133,8 +138,9 @@ class LayerCall:
                 raise RuntimeError(
                     f"{self.name} made {len(made)} tensors in backward, {len(self.tracked)} in forward"
                 )
-            gradients.add(self.split.slices[index], leaves, made, moved, hops)
+            gradients.add(self.split.slices[index], leaves, made, moved)
         hops.finish()
+        return gradients.result()
 
     def run_rows(self, inputs: Sequence[Any], rows: slice) -> list[torch.Tensor]:
         """A run on some rows for its results alone."""
@@ -204,16 +210,37 @@ class LayerCall:
             return self._run(leaves)
 
 
+def _adjacent(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Uninitialised tensors like `parameters`, side by side in one piece of memory of each kind."""
+    room: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for k, parameter in enumerate(parameters):
+        room.setdefault((parameter.device, parameter.dtype), []).append(k)
+    views: dict[int, torch.Tensor] = {}
+    for (device, dtype), members in room.items():
+        numels = [parameters[k].numel() for k in members]
+        parts = torch.empty(sum(numels), device=device, dtype=dtype).split(numels)
+        views |= {k: part.view(parameters[k].shape) for k, part in zip(members, parts, strict=True)}
+    return [views[k] for k in range(len(parameters))]
+
+
 class Gradients:
     """Sums what the micro-batches give: adapters' gradients over all, inputs' by rows (or summed, when
     passed whole).
     """
 
-    def __init__(self, call: LayerCall, inputs: Sequence[Any], needed: Sequence[bool]) -> None:
-        self._call, self._inputs = call, inputs
+    def __init__(self, call: LayerCall, inputs: Sequence[Any], needed: Sequence[bool], hops: Hops) -> None:
+        self._call, self._inputs, self._hops = call, inputs, hops
         self._needed = [i for i, need in zip(call.arguments.tensors, needed, strict=False) if need]
+        # Room for everything that outlives the graph is taken before the graph is made. Allocated in the
+        # middle of it, as autograd does, these tensors stay scattered over the heap when the graph is gone
+        # and keep it from shrinking: 400 MB in a step of a 0.6B model.
+        self._room_of_inputs = {i: self._like_input(inputs[i]) for i in self._needed}
+        self._room_of_parameters = _adjacent(call.parameters)
         self._of_inputs: dict[int, torch.Tensor] = {}
         self._of_parameters: list[torch.Tensor | None] = [None] * len(call.parameters)
+
+    def _like_input(self, like: torch.Tensor) -> torch.Tensor:
+        return self._hops.host_like(like.shape, like.dtype, like.device)
 
     def add(
         self,
@@ -221,7 +248,6 @@ class Gradients:
         leaves: Sequence[Any],
         made: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
-        hops: Hops,
     ) -> None:
         """Walk the graph from `made` back, with `grads` on its device."""
         pairs = [(t, g) for t, g in zip(made, grads, strict=True) if g is not None and t.requires_grad]
@@ -231,25 +257,24 @@ class Gradients:
         found = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
         for i, grad in zip(self._needed, found, strict=False):
             if grad is not None:
-                self._add_input(i, rows, grad, hops)
+                self._add_input(i, rows, grad)
         for k, grad in enumerate(found[len(self._needed) :]):
-            if grad is not None:
-                total = self._of_parameters[k]
-                # Not in place: autograd may hand out one tensor as the gradient of two parameters.
-                self._of_parameters[k] = grad if total is None else total + grad
+            if grad is not None and self._of_parameters[k] is None:
+                self._of_parameters[k] = self._room_of_parameters[k].copy_(grad)
+            elif grad is not None:
+                self._room_of_parameters[k].add_(grad)
 
-    def _add_input(self, i: int, rows: slice, grad: torch.Tensor, hops: Hops) -> None:
-        like = self._inputs[i]
+    def _add_input(self, i: int, rows: slice, grad: torch.Tensor) -> None:
+        room = self._room_of_inputs[i]
         if i in self._call.split.batched:
             if i not in self._of_inputs:
-                self._of_inputs[i] = hops.host_like(like.shape, like.dtype, like.device).zero_()
-            hops.bring(grad, self._of_inputs[i][rows])
+                self._of_inputs[i] = room.zero_()
+            self._hops.bring(grad, room[rows])
         elif i in self._of_inputs:
-            self._of_inputs[i] = self._of_inputs[i] + grad.to(like.device)
-        elif len(self._call.split.slices) > 1:
-            self._of_inputs[i] = grad.to(like.device)
+            room.add_(grad.to(room.device))
         else:
-            self._of_inputs[i] = hops.home(grad, like.device)
+            self._of_inputs[i] = room
+            self._hops.bring(grad, room)
 
     def result(self) -> list[torch.Tensor | None]:
         """In the order of the call's tensors, then its parameters."""

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 
 from airtune.autograd.ambient import kept_rng
-from airtune.autograd.layer_call import Arguments, Direction, Gradients, LayerCall, Weights
+from airtune.autograd.layer_call import Arguments, Direction, LayerCall, Weights
 from airtune.autograd.layer_run import NoRecording, Recording, apply_changes, blank
 from airtune.autograd.row_split import RowSplit, prove_split
 
@@ -142,7 +142,6 @@ class _StreamedLayer(torch.autograd.Function):
         call: LayerCall = ctx.call
         call.check_unchanged()
         inputs = call.arguments.with_tensors(ctx.saved_tensors)
-        gradients = Gradients(call, inputs, ctx.needs_input_grad[2:])
         with call.weights.visit("backward") as token:
-            call.second_run(inputs, grad_outputs, token, gradients)
-        return (None, None, *gradients.result())
+            found = call.second_run(inputs, grad_outputs, token, ctx.needs_input_grad[2:])
+        return (None, None, *found)

@@ -83,8 +83,8 @@ def _check_supported(lora: LoraConfig) -> None:
     if refused:
         raise ValueError(
             f"this LoRA config uses {', '.join(refused)}, which needs base weights that are streamed and "
-            "frozen. Supported: LoRA on linear layers with bias='none' and an initialisation that does not read "
-            "the weights."
+            "frozen. Supported: LoRA on linear layers with bias='none' and an initialisation that does not "
+            "read the weights."
         )
 
 
@@ -185,8 +185,8 @@ def _check_injected(wrapped: PeftModel, asked: LoraConfig) -> None:
     if config.target_parameters and not asked.target_parameters:
         raise ValueError(
             "PEFT turns targets of this mixture-of-experts model into expert parameters "
-            f"{sorted(config.target_parameters)}, which are not trained yet. Leave them out of target_modules; "
-            f"left are {sorted(config.target_modules)}."
+            f"{sorted(config.target_parameters)}, which are not trained yet. Leave them out of "
+            f"target_modules; left are {sorted(config.target_modules)}."
         )
     adapted = {name: module for name, module in wrapped.named_modules() if isinstance(module, LoraLayer)}
     strange = {

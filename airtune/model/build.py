@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,17 +23,18 @@ from transformers import PreTrainedModel
 
 from airtune.model.adapter import add_adapter, load_adapter
 from airtune.model.head import stream_head
-from airtune.model.head_weights import head_weights
+from airtune.model.head_weights import StreamedHead, head_weights
 from airtune.model.layers import find_layers
 from airtune.model.recording import register_containers
 from airtune.model.skeleton import build_skeleton
-from airtune.model.stream import Stream
+from airtune.model.stream import Stream, Visit
 from airtune.sizes import parse_bytes
 from airtune.weights.budget import SlotBudget
 from airtune.weights.checkpoint import Checkpoint
+from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, load_tensor
 from airtune.weights.layout import plan_weights
-from airtune.weights.reader import ByteReader, FileMap
+from airtune.weights.reader import ByteReader
 from airtune.weights.residency import Layer, Residency
 
 # Memory for the logits of the loss at a time. 64 MB hold 256 tokens of a 65536-row vocabulary in fp32; more
@@ -132,8 +134,20 @@ def load(
     stream.on_close(reader.close)
     if head is not None:
         weights = head_weights(model, plans[head], target, reader, files)
+        stream.observers.append(_before_head(weights))
+        stream.on_close(weights.close)
         stream.on_close(stream_head(model, weights, block_bytes=LOSS_BLOCK_NBYTES))
     return wrapped
+
+
+def _before_head(head: StreamedHead) -> Callable[[Visit], None]:
+    """While the last layer computes, the head's first rows are read."""
+
+    def observe(visit: Visit) -> None:
+        if visit.direction == "forward" and visit.index == visit.count - 1:
+            head.announce()
+
+    return observe
 
 
 def _with_adapter(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from airtune.weights.file_map import FileMap
 from airtune.weights.image import can_be_mapped, is_one_view, load_tensor, view_stored
 from airtune.weights.layout import TensorPlan
-from airtune.weights.matrix import ChunkedMatrix
-from airtune.weights.reader import ByteRange, ByteReader, FileMap
+from airtune.weights.matrix import ChunkedMatrix, FileRows, Rows, TensorRows
+from airtune.weights.reader import ByteReader
 
 
 class StreamedHead:
@@ -23,6 +25,13 @@ class StreamedHead:
         self._bias_V = bias_V
         self.vocab_size, self.hidden_size = matrix.rows, matrix.columns
         self.dtype, self.device = matrix.dtype, matrix.device
+
+    def announce(self) -> None:
+        """The chunks are asked for soon."""
+        self._matrix.announce()
+
+    def close(self) -> None:
+        self._matrix.close()
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         for start, weight_VD in self._matrix.chunks():
@@ -35,18 +44,14 @@ def head_weights(
 ) -> StreamedHead:
     """The head of `model`, whose weight is made by `plan`; a tied head reads the embedding table's memory."""
     head = cast(nn.Linear, model.get_output_embeddings())
-    viewed = is_one_view(plan)
-    if not head.weight.is_meta:  # tied to the embedding table, which is there already
-        matrix_VD = head.weight.detach()
-        viewed = viewed and can_be_mapped(plan)
+    rows: Rows
+    if is_one_view(plan) and (head.weight.is_meta or can_be_mapped(plan)):
+        piece = (plan.pieces or ())[0]
+        stored = replace(piece.source, offset=piece.source.offset + piece.offset, nbytes=piece.nbytes)
+        rows = FileRows(stored, view_stored(plan, files), reader, files)
+    elif head.weight.is_meta:
+        rows = TensorRows(load_tensor(plan, reader, files, model))
     else:
-        matrix_VD = view_stored(plan, files) if viewed else load_tensor(plan, reader, files, model)
-    stored = plan.conversion.sources[0][2]
-    row_nbytes = matrix_VD.shape[1] * matrix_VD.element_size()
-
-    def release(start: int, rows: int) -> None:
-        files.release([ByteRange(stored.file, stored.offset + start * row_nbytes, rows * row_nbytes, 0)])
-
-    matrix = ChunkedMatrix(matrix_VD, device=device, dtype=plan.dtype, release=release if viewed else None)
-    bias_V = None if head.bias is None else head.bias.detach().to(device)
-    return StreamedHead(matrix, bias_V)
+        rows = TensorRows(head.weight.detach())  # tied to the embedding table, which is in memory anyway
+    matrix = ChunkedMatrix(rows, device=device, dtype=plan.dtype)
+    return StreamedHead(matrix, None if head.bias is None else head.bias.detach().to(device))

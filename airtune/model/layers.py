@@ -29,9 +29,9 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and len(module) and name.startswith(prefix) and not inside:
-            if not _TOWERS.search(name):
-                lists[name] = module
+        ours = name.startswith(prefix) and not inside and not _TOWERS.search(name)
+        if isinstance(module, nn.ModuleList) and len(module) and ours:
+            lists[name] = module
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of decoder layers that could be streamed one by one"

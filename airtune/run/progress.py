@@ -1,7 +1,7 @@
 """Progress inside a step: one of a 27B model on a small machine takes minutes, and silence looks like a hang.
 
 The stream calls an observer at each layer's visit. On a terminal one line is rewritten in place, at most
-ten times a second; elsewhere (a log file, a cluster) a plain line is logged every few seconds:
+ten times a second; elsewhere (a log file, a cluster) a plain line is logged after some seconds of silence:
 
     step 3/100  backward  layer 41/64  ETA 3:12:07  352 tokens/s  read 2.31 GB/s  stall 12%
 
@@ -36,7 +36,7 @@ class Progress(TrainerCallback):
     Args:
         out: where a terminal may be; its `isatty()` decides between one rewritten line and log lines.
         counters: the stream's cumulative `bytes_read` and `stall_s`.
-        interval_s: seconds between log lines where there is no terminal.
+        interval_s: seconds without a log line after which one is written where there is no terminal.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Progress(TrainerCallback):
         self._steps_left = 0
         self._step_s: float | None = None
         self._tokens_per_s: float | None = None
-        self._begin(0.0)
+        self._begin(self._shown_s)
 
     def visit(self, visit: Visit) -> None:
         """A layer is about to be visited."""
@@ -131,6 +131,8 @@ class Progress(TrainerCallback):
         **kwargs: object,
     ) -> None:
         logs = logs or {}
+        if not self._on_terminal:
+            self._shown_s = time.perf_counter()  # this is a line too: progress fills silences only
         self._tokens_per_s = logs.get("tokens_per_s", self._tokens_per_s)
         position = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:

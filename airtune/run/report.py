@@ -47,6 +47,7 @@ def report(lines: Sequence[Mapping[str, float]], model: PeftModel, adapter: Path
         facts["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     if evals:
         facts["eval loss"] = f"{evals[0]['eval_loss']:.4f} -> {evals[-1]['eval_loss']:.4f}"
+    facts["run folder"] = str(adapter.parent)
     facts["adapter"] = str(adapter)
     facts["load it"] = loading_line(model, adapter)
     return "\n" + "".join(f"{name:14}{value}\n" for name, value in facts.items())

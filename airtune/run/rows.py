@@ -73,7 +73,7 @@ def load_rows(paths: str | Sequence[str], *, format: str = "auto") -> Rows:
     for row in rows:
         if any(row.fields.get(name) is None for name in FORMS[form]):
             raise ValueError(_other_form(row, form, rows[0]))
-    logger.info("read %d rows from %d files, form: %s", len(rows), len(files), form)
+    logger.debug("read %d rows from %d files, form: %s", len(rows), len(files), form)
     return Rows(form, rows)
 
 

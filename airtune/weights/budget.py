@@ -45,8 +45,8 @@ class SlotBudget:
         if self.nbytes < least:
             raise ValueError(
                 f"memory for weights is limited to {self.nbytes:,} bytes and at least {least:,} are needed: "
-                f"{self.slot_nbytes:,} for the largest layer and {self.fixed_nbytes:,} for adapters and their "
-                "optimizer; raise the limit"
+                f"{self.slot_nbytes:,} for the largest layer and {self.fixed_nbytes:,} for adapters and "
+                "their optimizer; raise the limit"
             )
         return min(2, self.count, (self.nbytes - self.fixed_nbytes) // self.slot_nbytes)
 

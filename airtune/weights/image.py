@@ -19,8 +19,9 @@ import torch
 from transformers import PreTrainedModel
 
 from airtune.weights.checkpoint import StoredTensor
+from airtune.weights.file_map import FileMap
 from airtune.weights.layout import Conversion, TensorPlan
-from airtune.weights.reader import ByteRange, ByteReader, FileMap
+from airtune.weights.reader import ByteRange, ByteReader
 
 _ALIGNMENT = 64
 
@@ -120,7 +121,7 @@ class Filling:
                 self._files.release(_sources(region.plan))
 
     def _convert(self, plan: TensorPlan, target_bytes: torch.Tensor) -> None:
-        """Cast, or convert with transformers' operations; what else a conversion makes is kept for its turn."""
+        """Cast, or convert with transformers' operations; what else these make is kept for its turn."""
         target = target_bytes.view(plan.dtype).view(plan.shape)
         if plan.pieces is not None:
             flat = target.view(-1)

@@ -1,97 +1,191 @@
 """A matrix that visits the device a few rows at a time.
 
 The output projection of a large model is its largest matrix (248320 x 5120 in bf16: 2.5 GB, three times a
-layer) and is needed once a step, row by row. It never is on the device whole: chunks of rows pass through
-two small buffers, the next one on its way while the current one is used. On the CPU a chunk is a view of
-the mapped file.
+layer) and is needed once a step, row by row. It is never on the device whole: chunks of rows pass through two
+small buffers, the next one on its way while the current one is used. On the CPU a chunk is a view of the
+mapped file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
-DEFAULT_CHUNK_NBYTES = 64 * 2**20
+from airtune.weights.checkpoint import StoredTensor
+from airtune.weights.file_map import FileMap
+from airtune.weights.reader import ByteRange, ByteReader
+
+CHUNK_NBYTES = 32 * 2**20
+
+
+class Rows(Protocol):
+    """Where the rows of a matrix [V, D] are on the host."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """Rows in host memory, without a copy."""
+        ...
+
+    def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """Write rows, cast to the dtype of `into`, to host memory."""
+        ...
+
+    def announce(self, start: int, stop: int) -> None:
+        """These rows are needed soon."""
+        ...
+
+    def release(self, start: int, stop: int) -> None:
+        """These rows are not needed for a while."""
+        ...
+
+
+class TensorRows:
+    """Rows of a tensor that is in RAM anyway (a table tied to the head, or one that had to be converted)."""
+
+    def __init__(self, matrix_VD: torch.Tensor) -> None:
+        self._matrix_VD = matrix_VD
+        self.shape = (matrix_VD.shape[0], matrix_VD.shape[1])
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        return self._matrix_VD[start:stop]
+
+    def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
+        into.copy_(self._matrix_VD[start:stop])
+
+    def announce(self, start: int, stop: int) -> None:
+        pass
+
+    def release(self, start: int, stop: int) -> None:
+        pass
+
+
+class FileRows:
+    """Rows of a matrix as it lies in a checkpoint file."""
+
+    def __init__(
+        self, stored: StoredTensor, matrix_VD: torch.Tensor, reader: ByteReader, files: FileMap
+    ) -> None:
+        """`matrix_VD`: the tensor as a view of the file."""
+        self._stored, self._matrix_VD, self._reader, self._files = stored, matrix_VD, reader, files
+        self._row_nbytes = matrix_VD.shape[1] * matrix_VD.element_size()
+        self.shape = (matrix_VD.shape[0], matrix_VD.shape[1])
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        return self._matrix_VD[start:stop]
+
+    def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
+        if into.dtype == self._matrix_VD.dtype:
+            self._reader.read_into([self._range(start, stop)], into.view(-1).view(torch.uint8))
+        else:
+            into.copy_(self._matrix_VD[start:stop])
+            self.release(start, stop)
+
+    def announce(self, start: int, stop: int) -> None:
+        self._files.advise_will_need([self._range(start, stop)])
+
+    def release(self, start: int, stop: int) -> None:
+        self._files.release([self._range(start, stop)])
+
+    def _range(self, start: int, stop: int) -> ByteRange:
+        offset = self._stored.offset + start * self._row_nbytes
+        return ByteRange(self._stored.file, offset, (stop - start) * self._row_nbytes, 0)
 
 
 class ChunkedMatrix:
-    """Rows [V, D] of a host tensor (a view of a file, or in RAM), brought to `device` in chunks.
+    """Rows [V, D], brought to `device` in chunks.
 
     Args:
-        matrix_VD: the whole matrix on the host, as stored.
         dtype: compute dtype of the chunks.
-        release: called with the first row and the row count once a chunk is done with, to give mapped pages
-            back.
         chunk_nbytes: size of a chunk in compute form.
     """
 
     def __init__(
-        self,
-        matrix_VD: torch.Tensor,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        release: Callable[[int, int], None] | None = None,
-        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        self, rows: Rows, *, device: torch.device, dtype: torch.dtype, chunk_nbytes: int = CHUNK_NBYTES
     ) -> None:
-        self._matrix_VD, self.device, self.dtype = matrix_VD, device, dtype
-        self._release = release
-        self.rows, self.columns = matrix_VD.shape
-        self._chunk_rows = max(1, min(self.rows, chunk_nbytes // (self.columns * dtype.itemsize)))
-        self.nbytes = self.rows * self.columns * dtype.itemsize
+        self._rows, self.device, self.dtype = rows, device, dtype
+        self.rows, self.columns = rows.shape
+        step = max(1, min(self.rows, chunk_nbytes // (self.columns * dtype.itemsize)))
+        self._spans = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
+        self._pipe = None if device.type == "cpu" else _Pipe(rows, (step, self.columns), dtype, device)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, rows on the device); each is valid until the next is asked for."""
-        moved = self._on_host() if self.device.type == "cpu" else self._on_device()
-        for start, chunk in moved:
-            yield start, chunk
-            if self._release is not None:
-                self._release(start, len(chunk))
+        if self._pipe is not None:
+            yield from self._pipe.chunks(self._spans)
+            return
+        for i, (start, stop) in enumerate(self._spans):
+            if i + 1 < len(self._spans):
+                self._rows.announce(*self._spans[i + 1])
+            yield start, self._rows.view(start, stop).to(self.dtype)
+            self._rows.release(start, stop)
 
-    def _starts(self) -> range:
-        return range(0, self.rows, self._chunk_rows)
+    def announce(self) -> None:
+        """The chunks are asked for soon: have the first one in host memory by then."""
+        if self._pipe is None:
+            self._rows.announce(*self._spans[0])
+        else:
+            self._pipe.start(self._spans[0])
 
-    def _rows(self, start: int) -> torch.Tensor:
-        return self._matrix_VD[start : start + self._chunk_rows]
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
 
-    def _on_host(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for start in self._starts():
-            yield start, self._rows(start).to(self.dtype)
 
-    def _on_device(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Two pinned buffers and two device buffers, used in turn; events both ways."""
-        shape = (self._chunk_rows, self.columns)
-        stream = torch.Stream(device=self.device)
-        hosts = [torch.empty(shape, dtype=self.dtype, pin_memory=True) for _ in range(2)]
-        devices = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
-        copied: list[torch.Event | None] = [None, None]
-        used: list[torch.Event | None] = [None, None]
+class _Pipe:
+    """Two pinned buffers and two device buffers, used in turn. A thread of its own reads into the former."""
 
-        def send(turn: int, start: int) -> torch.Tensor:
-            if (event := copied[turn]) is not None:
-                event.synchronize()
-            rows = self._rows(start)
-            host, chunk = hosts[turn][: len(rows)], devices[turn][: len(rows)]
-            host.copy_(rows)
-            with stream:
-                if (event := used[turn]) is not None:
-                    stream.wait_event(event)
-                chunk.copy_(host, non_blocking=True)
-                copied[turn] = stream.record_event()
-            return chunk
+    def __init__(self, rows: Rows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._rows, self._shape, self._dtype, self._device = rows, shape, dtype, device
+        self._stream = torch.Stream(device=device)
+        self._hosts = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(2)]
+        self._copied: list[torch.Event | None] = [None, None]
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-head")
+        self._begun: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
-        starts = list(self._starts())
-        # Fresh device memory may still be read by kernels queued before it was freed to the allocator.
-        stream.wait_event(torch.accelerator.current_stream(self.device).record_event())
-        coming = send(0, starts[0])
-        for i, start in enumerate(starts):
-            chunk, turn = coming, i % 2
-            if i + 1 < len(starts):
-                coming = send(1 - turn, starts[i + 1])
-            current = torch.accelerator.current_stream(self.device)
-            event = copied[turn]
-            assert event is not None
-            current.wait_event(event)
-            yield start, chunk
-            used[turn] = torch.accelerator.current_stream(self.device).record_event()
+    def start(self, span: tuple[int, int]) -> None:
+        """Begin to read a first chunk."""
+        if self._begun is None:
+            self._begun = (span, self._worker.submit(self._read, 0, span))
+
+    def chunks(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
+        self.start(spans[0])
+        assert self._begun is not None and self._begun[0] == spans[0]
+        reading, self._begun = self._begun[1], None
+        # On the device only while it is used: between two passes the memory is for layers.
+        devices = [torch.empty(self._shape, dtype=self._dtype, device=self._device) for _ in range(2)]
+        current = torch.accelerator.current_stream(self._device)
+        # Fresh memory may still be read by kernels that were queued before it was freed.
+        used = [current.record_event(), current.record_event()]
+        try:
+            for i, span in enumerate(spans):
+                turn = i % 2
+                host = reading.result()
+                if i + 1 < len(spans):
+                    reading = self._worker.submit(self._read, 1 - turn, spans[i + 1])
+                chunk = devices[turn][: len(host)]
+                with self._stream:
+                    self._stream.wait_event(used[turn])
+                    chunk.copy_(host, non_blocking=True)
+                    copied = self._copied[turn] = self._stream.record_event()
+                torch.accelerator.current_stream(self._device).wait_event(copied)
+                yield span[0], chunk
+                used[turn] = torch.accelerator.current_stream(self._device).record_event()
+        finally:
+            for device in devices:
+                device.record_stream(self._stream)
+
+    def _read(self, turn: int, span: tuple[int, int]) -> torch.Tensor:
+        """In the thread: rows into a pinned buffer, once the copy out of it is done."""
+        if (event := self._copied[turn]) is not None:
+            event.synchronize()
+        host = self._hosts[turn][: span[1] - span[0]]
+        self._rows.copy(*span, host)
+        return host
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)

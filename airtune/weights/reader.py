@@ -1,16 +1,15 @@
-"""Bytes of checkpoint files in host memory: read into a buffer that is reused, or mapped.
+"""Bytes of checkpoint files read into host memory that is there already and is used again and again.
 
 A layer of a 27B model is 0.77 GB, read twice a step for as long as a run lasts, so how the bytes arrive
 decides the speed. With the file in the page cache, safetensors' `get_tensor().clone()` brings 1-2 GB/s: a
 page fault per few pages and fresh memory per tensor. `preadv` into memory that exists already is one copy in
-the kernel, and a few threads share it. That is `ByteReader`, for weights that travel on to an accelerator.
+the kernel, and a few threads share it.
 
-`FileMap` is for the case where nothing has to travel, because the CPU computes on the bytes as they are
-stored: a tensor is then a view of the file, its pages come in as they are touched, or before that when they
-are announced, and are handed back after the visit. It gives up control: a page that is late is waited for
-inside a matrix product.
-
-Both leave the page cache to the kernel, which evicts what it likes when the model is larger than memory.
+What to keep in the page cache is left to the kernel. When the model is larger than memory that is work
+without a gain: each page is found, filled, copied and evicted again before it is of use. Direct reads
+(O_DIRECT) go past the cache: the disk writes into memory of ours. They give up whatever the cache would have
+kept, and they come in whole blocks, so 8-byte-aligned tensors take one more copy, out of a buffer with
+aligned blocks in it. `airtune.weights.access` chooses.
 """
 
 from __future__ import annotations
@@ -19,26 +18,31 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 
-from airtune.weights.header import CheckpointError, StoredTensor
+from airtune.weights.header import CheckpointError
 
-# Linux cuts each MADV_WILLNEED, silently, to what the device reads at once: of 512 MB asked for in one call,
-# 8 MB arrived. 128 kB is the default read-ahead, so a call of that size is served whole.
-_READ_AHEAD_NBYTES = 128 * 2**10
+# Direct reads begin and end at multiples of this. Disks ask for 512 bytes or for 4 kB, and a file's own
+# st_blksize is a hint about speed: megabytes on network file systems.
+BLOCK_NBYTES = 4096
+# While one thread copies a direct piece out, the disk works for the others, so that of 32 MiB asked for,
+# pieces of 4 MiB leave it less idle than two of 16 (1.07 against 0.86 GB/s on a virtual disk).
+_DIRECT_PIECE_NBYTES = 4 * 2**20
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+class NoDirectIO(ValueError):
+    """Direct I/O was asked for where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +55,24 @@ class ByteRange:
     into: int
 
 
-class FileRange(Protocol):
-    """Bytes of a file; `ByteRange` and `StoredTensor` both are."""
-
-    @property
-    def file(self) -> Path: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
 class _Piece(NamedTuple):
     file: Path
     descriptor: int
     offset: int
     target: memoryview
+
+
+class _Bounce(NamedTuple):
+    """Memory that direct reads arrive in; it begins at a page, so its blocks are aligned."""
+
+    memory: mmap.mmap
+    address: int
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Bounce:
+        # Populated at once: the first reads would be slower than the rest, and they are the ones measured.
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        return cls(memory, _address(memoryview(memory)))
 
 
 class ByteReader:
@@ -78,21 +84,35 @@ class ByteReader:
     Args:
         threads: reads in flight.
         piece_nbytes: larger reads are split, so that the threads share a single large tensor.
+        direct: read past the page cache, in pieces of 4 MiB at most, with a buffer for each thread. Linux
+            only.
 
     Attributes:
         bytes_read: bytes delivered so far.
         read_s: seconds that callers spent in `read_into` so far.
+
+    Raises:
+        NoDirectIO: (a ValueError) `direct` on another system than Linux.
     """
 
-    def __init__(self, *, threads: int = 4, piece_nbytes: int = 16 * 2**20) -> None:
+    def __init__(self, *, threads: int = 4, piece_nbytes: int = 16 * 2**20, direct: bool = False) -> None:
         if threads < 1 or piece_nbytes < 1:
             raise ValueError(
                 f"got threads={threads} and piece_nbytes={piece_nbytes}, expected at least 1 of each"
             )
+        if direct and sys.platform != "linux":
+            raise NoDirectIO(
+                f"direct I/O is not available on this system ({sys.platform}), only on Linux: "
+                "read without it, through the page cache"
+            )
         self.bytes_read = 0
         self.read_s = 0.0
         self._threads = threads
-        self._piece_nbytes = piece_nbytes
+        self._piece_nbytes = min(piece_nbytes, _DIRECT_PIECE_NBYTES) if direct else piece_nbytes
+        # The blocks that cover a piece reach out of it on both sides.
+        cover_nbytes = self._piece_nbytes + 2 * BLOCK_NBYTES
+        self._bounces = deque(_Bounce.of(cover_nbytes) for _ in range(threads if direct else 0))
+        self._direct = direct
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="airtune-read")
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -100,13 +120,15 @@ class ByteReader:
     def read_into(self, ranges: Sequence[ByteRange], buffer: torch.Tensor | memoryview) -> None:
         """Read every range to its place in `buffer`, and return when all are there.
 
+        After an error `buffer` is undefined, but no thread writes to it any more.
+
         Args:
             ranges: in any order; their places in `buffer` do not overlap.
             buffer: one-dimensional uint8 tensor on the CPU, or writable memory of single bytes.
 
         Raises:
-            CheckpointError: a file ends before a range does. `buffer` is then undefined, but no thread writes
-                to it any more.
+            CheckpointError: a file ends before a range does.
+            NoDirectIO: (a ValueError) the file lies where direct reads are refused.
         """
         started = time.perf_counter()
         target = _as_bytes(buffer)
@@ -114,7 +136,8 @@ class ByteReader:
             if not 0 <= piece.into <= piece.into + piece.nbytes <= len(target):
                 raise ValueError(f"{piece} does not fit a buffer of {len(target)} bytes: give a larger one")
         pieces = deque(self._split(_coalesced(ranges), target))
-        futures = [self._pool.submit(_read_all, pieces) for _ in range(min(self._threads, len(pieces)))]
+        work = self._read_all_direct if self._direct else _read_all
+        futures = [self._pool.submit(work, pieces) for _ in range(min(self._threads, len(pieces)))]
         try:
             for future in futures:
                 future.result()
@@ -132,6 +155,8 @@ class ByteReader:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
             self._descriptors.clear()
+        while self._bounces:
+            self._bounces.pop().memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,8 +177,15 @@ class ByteReader:
     def _descriptor(self, file: Path) -> int:
         with self._lock:
             if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors[file] = _open(file, direct=self._direct)
             return self._descriptors[file]
+
+    def _read_all_direct(self, pieces: deque[_Piece]) -> None:
+        bounce = self._bounces.pop()  # there is one: the pool runs no more of us than it has threads
+        try:
+            _read_all(pieces, lambda piece: _read_direct(piece, bounce))
+        finally:
+            self._bounces.append(bounce)
 
 
 def _as_bytes(buffer: torch.Tensor | memoryview) -> memoryview:
@@ -193,14 +225,13 @@ def _coalesced(ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
         yield run
 
 
-def _read_all(pieces: deque[_Piece]) -> None:
-    """One thread's share: whatever is left. Taking from a deque is atomic, and a fast thread takes more."""
-    while True:
-        try:
-            piece = pieces.popleft()
-        except IndexError:
-            return
-        _read(piece)
+def _open(file: Path, *, direct: bool) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if direct and error.errno == errno.EINVAL:
+            raise _refused(file) from error
+        raise
 
 
 def _read(piece: _Piece) -> None:
@@ -209,102 +240,57 @@ def _read(piece: _Piece) -> None:
         # May return less than asked. An interrupting signal is retried by Python itself.
         count = os.preadv(piece.descriptor, [piece.target[done:]], piece.offset + done)
         if count == 0:
-            raise CheckpointError(
-                f"{piece.file}: holds {os.fstat(piece.descriptor).st_size} bytes, a range of it ends at byte "
-                f"{piece.offset + len(piece.target)}: the file changed after it was opened. Restore it "
-                "and start again."
-            )
+            raise _ended(piece)
         done += count
 
 
-class _Mapping(NamedTuple):
-    memory: mmap.mmap
-    address: int
+def _read_direct(piece: _Piece, bounce: _Bounce) -> None:
+    """The blocks that cover the piece into `bounce`, and out of it what is wanted."""
+    before = piece.offset % BLOCK_NBYTES
+    wanted = before + len(piece.target)
+    # Closed at the end, because an error's traceback would hold it, and memory that is held cannot be freed.
+    with memoryview(bounce.memory)[: wanted + -wanted % BLOCK_NBYTES] as cover:
+        done = 0
+        while done < wanted:
+            # Less than asked may come, and the file's last block is short: from there a whole block again.
+            begin = done - done % BLOCK_NBYTES
+            try:
+                count = os.preadv(piece.descriptor, [cover[begin:]], piece.offset - before + begin)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    raise _refused(piece.file) from error
+                raise
+            if begin + count <= done:
+                raise _ended(piece)
+            done = begin + count
+    # Not a slice assignment: that holds the GIL, half a millisecond for 4 MB, and others compute meanwhile.
+    ctypes.memmove(_address(piece.target), bounce.address + before, len(piece.target))
 
 
-class FileMap:
-    """Tensors as views of the files they lie in; each file is mapped once, when it is first needed.
-
-    A mapping lives as long as this object or any of its tensors. The pages are private: writing to a tensor
-    never reaches the file. A file that is cut short while it is mapped ends the process (SIGBUS), as with any
-    mapping. May be used from several threads.
-    """
-
-    def __init__(self) -> None:
-        self._mappings: dict[Path, _Mapping] = {}
-        self._lock = threading.Lock()
-
-    def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """The tensor, of `stored.shape` and `stored.dtype`, without a copy and without reading a byte yet.
-
-        Where `stored.offset` is no multiple of the item size, no view is possible and the result is a copy in
-        new memory; writers of safetensors align their tensors, so this is rare.
-
-        Raises:
-            CheckpointError: the file ends before the tensor does.
-        """
-        if stored.nbytes == 0:
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        memory = self._mapping(stored.file).memory
-        end = stored.offset + stored.nbytes
-        if end > len(memory):
-            raise CheckpointError(
-                f"{stored.file}: holds {len(memory)} bytes, a tensor of it ends at byte {end}: the file "
-                "changed after it was opened. Restore it and start again."
-            )
-        # A storage of its own, of exactly the tensor's bytes: what saves or copies the tensor takes no more.
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
-        if stored.offset % stored.dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(stored.dtype).view(stored.shape)
-
-    def advise_will_need(self, ranges: Iterable[FileRange]) -> None:
-        """Have the kernel read these bytes ahead, rounded out to whole pages; the reads may end later."""
-        for file, begin, end in _unions(ranges):
-            for chunk in range(begin - begin % mmap.PAGESIZE, end, _READ_AHEAD_NBYTES):
-                self._advise(file, chunk, min(chunk + _READ_AHEAD_NBYTES, end), mmap.MADV_WILLNEED)
-
-    def release(self, ranges: Iterable[FileRange]) -> None:
-        """Give back the pages that lie wholly inside these bytes; a tensor that is used again faults them in.
-
-        What was written to such a tensor is lost with them: it then holds the file's values again.
-        """
-        for file, begin, end in _unions(ranges):
-            begin += -begin % mmap.PAGESIZE
-            end -= end % mmap.PAGESIZE
-            if begin < end:
-                self._advise(file, begin, end, mmap.MADV_DONTNEED)
-
-    def _mapping(self, file: Path) -> _Mapping:
-        with self._lock:
-            if file not in self._mappings:
-                with file.open("rb") as stream:
-                    # ACCESS_COPY is MAP_PRIVATE and writable, which is what torch asks of a buffer.
-                    memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-                address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-                self._mappings[file] = _Mapping(memory, address)
-            return self._mappings[file]
-
-    def _advise(self, file: Path, begin: int, end: int, advice: int) -> None:
-        # Not mmap.madvise: that holds the GIL, and giving up 1 GB of pages takes 70 ms.
-        if _libc.madvise(self._mapping(file).address + begin, end - begin, advice) != 0:
-            code = ctypes.get_errno()
-            if code != errno.EAGAIN:  # "Not now" is a fine answer to advice.
-                raise OSError(code, os.strerror(code), str(file))
+def _read_all(pieces: deque[_Piece], read: Callable[[_Piece], None] = _read) -> None:
+    """One thread's share: whatever is left. Taking from a deque is atomic, and a fast thread takes more."""
+    while True:
+        try:
+            piece = pieces.popleft()
+        except IndexError:
+            return
+        read(piece)
 
 
-def _unions(ranges: Iterable[FileRange]) -> Iterator[tuple[Path, int, int]]:
-    """(file, begin, end) of the ranges; those that touch or overlap are one: a page may hold their seam."""
-    by_file: dict[Path, list[tuple[int, int]]] = defaultdict(list)
-    for part in ranges:
-        if part.nbytes:
-            by_file[part.file].append((part.offset, part.offset + part.nbytes))
-    for file, spans in by_file.items():
-        spans.sort()
-        begin, end = spans[0]
-        for next_begin, next_end in spans[1:]:
-            if next_begin > end:
-                yield file, begin, end
-                begin = next_begin
-            end = max(end, next_end)
-        yield file, begin, end
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _ended(piece: _Piece) -> CheckpointError:
+    return CheckpointError(
+        f"{piece.file}: holds {os.fstat(piece.descriptor).st_size} bytes, a range of it ends at byte "
+        f"{piece.offset + len(piece.target)}: the file changed after it was opened. Restore it "
+        "and start again."
+    )
+
+
+def _refused(file: Path) -> NoDirectIO:
+    return NoDirectIO(
+        f"{file}: its file system refuses direct I/O (O_DIRECT). Read without it, through the page cache, or "
+        "move the file to a local disk (ext4 or xfs)."
+    )

@@ -28,9 +28,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, view_stored
 from airtune.weights.layout import TensorPlan
-from airtune.weights.reader import ByteReader, FileMap
+from airtune.weights.reader import ByteReader
 from airtune.weights.schedule import Direction, Route, Stop
 from airtune.weights.transport import Slot, Transport
 

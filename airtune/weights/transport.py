@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from airtune.weights.file_map import FileMap
 from airtune.weights.image import Filling, LayerImage
-from airtune.weights.reader import ByteReader, FileMap
+from airtune.weights.reader import ByteReader
 
 PART_NBYTES = 32 * 2**20
 _PARTS = 3  # one being read, one being copied, one waiting

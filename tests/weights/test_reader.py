@@ -1,37 +1,51 @@
 from __future__ import annotations
 
-import itertools
-import mmap
+import ctypes
+import errno
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from airtune.weights import reader as reader_module
-from airtune.weights.header import CheckpointError, StoredTensor
-from airtune.weights.reader import ByteRange, ByteReader, FileMap
-
-PAGE = mmap.PAGESIZE
+from airtune.weights.header import CheckpointError
+from airtune.weights.reader import BLOCK_NBYTES, ByteRange, ByteReader, NoDirectIO
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     generator = random.Random(0)
     paths = [tmp_path / f"{i}.safetensors" for i in range(3)]
-    for path, nbytes in zip(paths, (1, 40_000, 3 * PAGE + 17), strict=True):
+    for path, nbytes in zip(paths, (1, 40_000, 3 * BLOCK_NBYTES), strict=True):
         path.write_bytes(generator.randbytes(nbytes))
     return paths
 
 
+@pytest.fixture
+def direct_io(files: list[Path]) -> None:
+    """Skips the test where the folder for temporary files cannot be read directly."""
+    try:
+        with ByteReader(direct=True) as reader:
+            reader.read_into([ByteRange(files[0], 0, 1, 0)], torch.zeros(1, dtype=torch.uint8))
+    except NoDirectIO as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    if request.param:
+        request.getfixturevalue("direct_io")
+    return bool(request.param)
+
+
 @pytest.fixture(params=[(1, 1000), (4, 7), (3, 2**24)], ids=str)
-def reader(request: pytest.FixtureRequest) -> Iterator[ByteReader]:
+def reader(request: pytest.FixtureRequest, direct: bool) -> Iterator[ByteReader]:
     threads, piece_nbytes = request.param
-    with ByteReader(threads=threads, piece_nbytes=piece_nbytes) as opened:
+    with ByteReader(threads=threads, piece_nbytes=piece_nbytes, direct=direct) as opened:
         yield opened
 
 
@@ -88,7 +102,7 @@ def test_nothing_to_read(files: list[Path], reader: ByteReader) -> None:
     assert reader.bytes_read == 0
 
 
-def test_many_callers_at_once(files: list[Path]) -> None:
+def test_many_callers_at_once(files: list[Path], direct: bool) -> None:
     rounds, wrong = 20, []
 
     def work(reader: ByteReader, seed: int) -> None:
@@ -100,7 +114,7 @@ def test_many_callers_at_once(files: list[Path]) -> None:
             if bytes(buffer[:nbytes].tolist()) != read_naively(ranges, before):
                 wrong.append((seed, turn))
 
-    with ByteReader(threads=4, piece_nbytes=333) as reader:
+    with ByteReader(threads=4, piece_nbytes=333, direct=direct) as reader:
         threads = [threading.Thread(target=work, args=(reader, seed)) for seed in range(4)]
         for thread in threads:
             thread.start()
@@ -169,18 +183,18 @@ def test_each_file_is_opened_once(files: list[Path], monkeypatch: pytest.MonkeyP
     assert sorted(opened) == [file.name for file in files]
 
 
-def test_close_leaves_no_descriptors_or_threads(files: list[Path]) -> None:
+def test_close_leaves_no_descriptors_or_threads(files: list[Path], direct: bool) -> None:
     before = len(os.listdir("/dev/fd")), threading.active_count()
-    reader = ByteReader()
+    reader = ByteReader(direct=direct)
     reader.read_into([ByteRange(file, 0, 1, 0) for file in files], torch.zeros(1, dtype=torch.uint8))
     assert len(os.listdir("/dev/fd")) == before[0] + 3
     reader.close()
     assert (len(os.listdir("/dev/fd")), threading.active_count()) == before
 
 
-def test_file_that_shrank_is_named_and_no_thread_goes_on(files: list[Path]) -> None:
+def test_file_that_shrank_is_named_and_no_thread_goes_on(files: list[Path], direct: bool) -> None:
     buffer = torch.zeros(40_000, dtype=torch.uint8)
-    with ByteReader(threads=4, piece_nbytes=100) as reader:
+    with ByteReader(threads=4, piece_nbytes=100, direct=direct) as reader:
         reader.read_into([ByteRange(files[1], 0, 40_000, 0)], buffer)
         os.truncate(files[1], 30_010)
         with pytest.raises(CheckpointError, match=r"1\.safetensors: holds 30010 bytes, .*Restore it"):
@@ -220,163 +234,97 @@ def test_buffer_that_will_not_do(files: list[Path], buffer: torch.Tensor | memor
         reader.read_into([ByteRange(files[1], 0, 1, 0)], buffer)
 
 
-@pytest.mark.parametrize("kwargs", [{"threads": 0}, {"piece_nbytes": 0}])
-def test_reader_without_threads_or_pieces(kwargs: dict[str, int]) -> None:
+@pytest.mark.parametrize(("threads", "piece_nbytes"), [(0, 1), (1, 0)])
+def test_reader_without_threads_or_pieces(threads: int, piece_nbytes: int) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
-        ByteReader(**kwargs)
+        ByteReader(threads=threads, piece_nbytes=piece_nbytes)
 
 
-# The file map
+# Direct reads
 
 
-def stored(file: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-    return StoredTensor(file, offset, torch.Size(shape).numel() * dtype.itemsize, dtype, shape)
+@pytest.mark.usefixtures("direct_io")
+@pytest.mark.parametrize("file", [1, 2], ids=["ends inside a block", "ends with a block"])
+def test_direct_reads_around_the_edges_of_blocks(files: list[Path], file: int) -> None:
+    content = files[file].read_bytes()
+    edges = {0, BLOCK_NBYTES, 2 * BLOCK_NBYTES, len(content) - len(content) % BLOCK_NBYTES, len(content)}
+    places = sorted({edge + step for edge in edges for step in (-1, 0, 1)} & set(range(len(content) + 1)))
+    with ByteReader(threads=2, direct=True) as reader:
+        for begin in places:
+            for end in places[places.index(begin) :]:
+                buffer = torch.full((end - begin + 2,), 171, dtype=torch.uint8)
+                reader.read_into([ByteRange(files[file], begin, end - begin, 1)], buffer)
+                assert bytes(buffer.tolist()) == b"\xab" + content[begin:end] + b"\xab"
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 1, 7), (0,), (4, 0)])
-@pytest.mark.parametrize("offset", [0, 8, 4096, 4104, 13])
-def test_tensor_is_what_the_file_says(
-    files: list[Path], dtype: torch.dtype, shape: tuple[int, ...], offset: int
-) -> None:
-    place = stored(files[1], offset, shape, dtype)
-    tensor = FileMap().tensor(place)
-    assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape) and tensor.is_contiguous()
-    expected = files[1].read_bytes()[offset : offset + place.nbytes]
-    assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == expected
-    assert tensor.untyped_storage().nbytes() == place.nbytes  # what is saved with it
-
-
-def test_aligned_tensors_are_views_of_one_mapping_and_others_are_copies(files: list[Path]) -> None:
-    file_map = FileMap()
-    first = file_map.tensor(stored(files[1], 8, (4,), torch.float32))
-    second = file_map.tensor(stored(files[1], 4096, (4,), torch.float32))
-    assert second.data_ptr() - first.data_ptr() == 4088
-    unaligned = file_map.tensor(stored(files[1], 13, (4,), torch.float32))
-    assert unaligned.data_ptr() - first.data_ptr() != 5 and unaligned.data_ptr() % 4 == 0
-
-
-def test_tensor_outlives_the_map(files: list[Path]) -> None:
-    tensor = FileMap().tensor(stored(files[1], 0, (40_000,), torch.uint8))
-    assert bytes(tensor.tolist()) == files[1].read_bytes()
-
-
-def test_a_write_never_reaches_the_file(files: list[Path]) -> None:
-    before = files[2].read_bytes()
-    file_map = FileMap()
-    place = stored(files[2], 0, (len(before),), torch.uint8)
-    file_map.tensor(place).zero_()
-    assert file_map.tensor(place).eq(0).all()
-    file_map.release([place])
-    assert bytes(file_map.tensor(place)[: 3 * PAGE].tolist()) == before[: 3 * PAGE]
-    assert files[2].read_bytes() == before
-
-
-def test_file_that_is_shorter_than_its_tensor(files: list[Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"1\.safetensors: holds 40000 bytes.*40004.*Restore it"):
-        FileMap().tensor(stored(files[1], 39_996, (2,), torch.float32))
-
-
-def test_released_tensor_faults_back_in(files: list[Path]) -> None:
-    file_map = FileMap()
-    place = stored(files[2], 5, (2 * PAGE + 100,), torch.uint8)
-    tensor = file_map.tensor(place)
-    for _ in range(2):
-        assert bytes(tensor.tolist()) == files[2].read_bytes()[5 : 5 + place.nbytes]
-        file_map.release([place])
-        file_map.advise_will_need([place])
-
-
-def test_advice_of_nothing(files: list[Path]) -> None:
-    for advise in (FileMap().advise_will_need, FileMap().release):
-        advise([])
-        advise([stored(files[1], 8, (0,), torch.float32)])
-
-
-class NotedAdvice:
-    """`madvise` that notes (begin, end, advice) relative to the mapping instead of doing anything."""
-
-    def __init__(self, base: int) -> None:
-        self.base = base
-        self.calls: list[tuple[int, int, int]] = []
-
-    def madvise(self, address: int, nbytes: int, advice: int) -> int:
-        self.calls.append((address - self.base, address - self.base + nbytes, advice))
-        return 0
-
-
-@pytest.fixture
-def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int, int]]]:
-    file = tmp_path / "large"
-    file.touch()
-    os.truncate(file, 400 * PAGE)
-    file_map = FileMap()
-    advice = NotedAdvice(file_map.tensor(StoredTensor(file, 0, 1, torch.uint8, (1,))).data_ptr())
-    monkeypatch.setattr(reader_module, "_libc", advice)
-
-    def note(what: str, *spans: tuple[int, int]) -> list[tuple[int, int, int]]:
-        advice.calls.clear()
-        getattr(file_map, what)([ByteRange(file, begin, end - begin, 0) for begin, end in spans])
-        return advice.calls
-
-    return note
-
-
-def test_release_takes_whole_pages_inside_only(noted: Callable[..., list[tuple[int, int, int]]]) -> None:
-    dont_need = mmap.MADV_DONTNEED
-    assert noted("release", (0, 2 * PAGE)) == [(0, 2 * PAGE, dont_need)]
-    assert noted("release", (1, 3 * PAGE - 1)) == [(PAGE, 2 * PAGE, dont_need)]
-    assert noted("release", (1, PAGE)) == []
-    assert noted("release", (PAGE + 1, 2 * PAGE + 1)) == []
-
-
-def test_release_joins_ranges_that_share_a_page(noted: Callable[..., list[tuple[int, int, int]]]) -> None:
-    seam = PAGE + 100
-    assert noted("release", (seam, 2 * PAGE), (0, seam)) == [(0, 2 * PAGE, mmap.MADV_DONTNEED)]
-    assert noted("release", (0, seam), (seam + 1, 2 * PAGE)) == [(0, PAGE, mmap.MADV_DONTNEED)]
-    overlapping = noted("release", (0, 3 * PAGE), (PAGE, 2 * PAGE), (2 * PAGE, 4 * PAGE))
-    assert overlapping == [(0, 4 * PAGE, mmap.MADV_DONTNEED)]
-
-
-def test_read_ahead_covers_every_byte_in_calls_that_are_served_whole(
-    noted: Callable[..., list[tuple[int, int, int]]],
-) -> None:
-    calls = noted("advise_will_need", (PAGE + 5, 399 * PAGE + 1))
-    assert calls[0][0] == PAGE and calls[-1][1] == 399 * PAGE + 1
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(calls))
-    assert all(begin % PAGE == 0 and 0 < end - begin <= 2**17 for begin, end, _ in calls)
-    assert {advice for _, _, advice in calls} == {mmap.MADV_WILLNEED}
-
-
-def test_advice_that_fails_is_an_error_with_the_file(
+@pytest.mark.usefixtures("direct_io")
+def test_direct_reads_are_of_whole_blocks_into_aligned_memory(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file_map = FileMap()
-    monkeypatch.setattr(mmap, "MADV_WILLNEED", 9999)
-    with pytest.raises(OSError, match=r"1\.safetensors"):
-        file_map.advise_will_need([ByteRange(files[1], 0, 10, 0)])
+    real_preadv, places = os.preadv, set[int]()
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffers[0]))
+        places.update((offset, len(buffers[0]), address))
+        return real_preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with ByteReader(piece_nbytes=5000, direct=True) as reader:
+        ranges = [ByteRange(files[1], 77, 30_000, 0), ByteRange(files[1], 39_999, 1, 30_000)]
+        reader.read_into(ranges, torch.zeros(30_001, dtype=torch.uint8))
+    assert len(places) > 9 and all(place % BLOCK_NBYTES == 0 for place in places)
 
 
-def resident_file_nbytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssFile:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssFile in /proc/self/status")
+@pytest.mark.usefixtures("direct_io")
+def test_short_direct_reads_go_on_at_a_block(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    real_preadv, offsets = os.preadv, list[int]()
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        count = real_preadv(descriptor, buffers, offset)
+        buffers[0][6000:count] = bytes(max(0, count - 6000))
+        return min(6000, count)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    buffer = torch.zeros(20_000, dtype=torch.uint8)
+    with ByteReader(direct=True) as reader:
+        reader.read_into([ByteRange(files[1], 5000, 20_000, 0)], buffer)
+    assert bytes(buffer.tolist()) == files[1].read_bytes()[5000:25_000]
+    assert offsets == [block * BLOCK_NBYTES for block in range(1, 6)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_release_gives_memory_back(tmp_path: Path) -> None:
-    nbytes = 32 * 2**20
-    (tmp_path / "large").write_bytes(bytes(range(256)) * (nbytes // 256))
-    file_map = FileMap()
-    place = stored(tmp_path / "large", 0, (nbytes // 8,), torch.int64)
-    tensor = file_map.tensor(place)
-    before = resident_file_nbytes()
-    expected = tensor.sum()
-    assert resident_file_nbytes() - before > 0.9 * nbytes
-    file_map.release([place])
-    assert resident_file_nbytes() - before < 0.1 * nbytes
-    assert tensor.sum() == expected
+@pytest.mark.usefixtures("direct_io")
+def test_large_direct_ranges_are_split_finer(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    large = files[0].with_name("large")
+    large.touch()
+    os.truncate(large, 9 * 2**20)
+    reads = CountedReads(monkeypatch)
+    with ByteReader(threads=1, direct=True) as reader:
+        reader.read_into([ByteRange(large, 0, 9 * 2**20, 0)], torch.zeros(9 * 2**20, dtype=torch.uint8))
+    assert reads.calls == [(0, 2**22), (2**22, 2**22), (2**23, 2**20)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a file of /proc, where direct I/O is refused")
+def test_file_system_that_refuses_to_open_directly() -> None:
+    refusal = r"/proc/self/status: its file system refuses direct I/O .*Read without it"
+    with ByteReader(direct=True) as reader, pytest.raises(NoDirectIO, match=refusal):
+        reader.read_into([ByteRange(Path("/proc/self/status"), 0, 1, 0)], torch.zeros(1, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("direct_io")
+@pytest.mark.parametrize(("code", "error"), [(errno.EINVAL, NoDirectIO), (errno.EIO, OSError)])
+def test_file_system_that_refuses_to_read_directly(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+) -> None:
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with ByteReader(direct=True) as reader, pytest.raises(error, match=r"1\.safetensors: its|Input/output"):
+        reader.read_into([ByteRange(files[1], 0, 1, 0)], torch.zeros(1, dtype=torch.uint8))
+
+
+def test_system_without_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match=r"not available on this system \(darwin\), only on Linux"):
+        ByteReader(direct=True)
