@@ -102,10 +102,13 @@ class Contender:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         return self._answer()
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    def close(self) -> int:
+        """End the process; returns its exit code."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()  # there are no more requests
+        code = self._process.wait()
+        self._process.stdout.close()
+        return code
 
     def _answer(self) -> tuple[Figures, Peak]:
         assert self._process.stdout is not None
@@ -117,7 +120,7 @@ class Contender:
                 break
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args!r} ended with exit code {self._process.wait()}")
+            raise RuntimeError(f"{self._process.args!r} ended with exit code {self.close()}")
         return json.loads(line), peak
 
     def _look(self, peak: Peak) -> Peak:

@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from _bench import random_batch, resident_model, streamed_model, table, trained, write_json
-from make_checkpoint import MATRIX_STD, TOKEN_IDS, initialise_vectors, on_meta
+from make_checkpoint import MATRIX_STD, initialise_vectors, llama, on_meta
 from safetensors.torch import save_file
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from airtune.model.stream import Stream, stream_of
 
@@ -58,34 +58,17 @@ class Sizes:
     """What is run; `layers` of the large model, and of a small one that also runs in fp32."""
 
     hidden: int
-    intermediate: int
-    heads: int
     vocab: int
     layers: int
     small_layers: int
     length: int  # tokens of a row
-    micro_batch_size: int
     rows: tuple[int, ...]  # of a step
     steps: int
-
-    def config(self, layers: int) -> PreTrainedConfig:
-        config = LlamaConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 4,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            **TOKEN_IDS,
-        )
-        config.architectures = ["LlamaForCausalLM"]
-        return config
+    micro_batch_size: int = 1
 
 
-LARGE = Sizes(4096, 14336, 32, 32768, 32, 4, 1024, 1, (1, 4, 16), 3)
-TINY = Sizes(64, 128, 4, 512, 4, 2, 16, 1, (1, 4), 2)
+LARGE = Sizes(hidden=4096, vocab=32768, layers=32, small_layers=4, length=1024, rows=(1, 4, 16), steps=3)
+TINY = Sizes(hidden=64, vocab=512, layers=4, small_layers=2, length=16, rows=(1, 4), steps=2)
 
 
 def write_pieces(folder: Path, config: PreTrainedConfig, device: torch.device) -> None:
@@ -302,7 +285,7 @@ def run(bench: Bench, folder: Path) -> dict[str, list[Row]]:
     small, large = folder / "small", folder / "large"
     for path, layers in ((small, sizes.small_layers), (large, sizes.layers)):
         path.mkdir()
-        write_pieces(path, sizes.config(layers), bench.device)
+        write_pieces(path, llama(sizes.hidden, layers, sizes.vocab), bench.device)
     sys.stdout.write(f"checkpoints written ({time.perf_counter() - started:.0f} s)\n")
     show("correct", bench.correct(small))
     show("memory", bench.memory(large))

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -76,7 +77,9 @@ def contend(kind: str, folder: Path, rank: int, micro_batch_size: int) -> None:
     serve({"trained": sum(parameter.numel() for parameter in trained(model))}, step)
 
 
-def compare(contenders: Mapping[str, Contender], rows: int, length: int, asked: argparse.Namespace) -> dict:
+def compare(
+    contenders: Mapping[str, Contender], rows: int, length: int, asked: argparse.Namespace
+) -> dict[str, Run]:
     """Let the contenders take turns at one size."""
     runs = {kind: Run() for kind in contenders}
     for seed in range(asked.warmup + asked.steps):
@@ -124,20 +127,20 @@ def lines(tokens: int, runs: Mapping[str, Run]) -> Sequence[dict[str, str]]:
 def measure(folder: Path, asked: argparse.Namespace) -> None:
     command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--checkpoint", str(folder)]
     command += ["--rank", str(asked.rank), "--micro-batch-size", str(asked.micro_batch_size), "--contender"]
-    contenders = {kind: Contender([*command, kind], asked.threads) for kind in KINDS}
-    try:
+    shown: list[dict[str, str]] = []
+    kept: dict[int, dict[str, object]] = {}
+    with ExitStack() as ending:
+        contenders: dict[str, Contender] = {}
+        for kind in KINDS:
+            contenders[kind] = Contender([*command, kind], asked.threads)
+            ending.callback(contenders[kind].close)
         if len({contender.ready["trained"] for contender in contenders.values()}) > 1:
             sys.exit("bench_train: the contenders train different numbers of parameters")
-        shown, kept = [], {}
         for tokens in asked.tokens:
             length = min(asked.seq, tokens)
             runs = compare(contenders, max(1, tokens // length), length, asked)
             shown += lines(tokens, runs)
-            kept[tokens] = {kind: asdict(run) for kind, run in runs.items()}
-            kept[tokens]["ratio"] = ratios(runs, "step_s")
-    finally:
-        for contender in contenders.values():
-            contender.close()
+            kept[tokens] = {"ratio": ratios(runs, "step_s"), **{k: asdict(run) for k, run in runs.items()}}
     sys.stdout.write(table(shown))
     write_json(asked.json, {"options": {k: str(v) for k, v in vars(asked).items()}, "sizes": kept})
 

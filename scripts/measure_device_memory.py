@@ -91,9 +91,9 @@ class Window:
     """The device's memory between two marks, in bytes.
 
     Attributes:
-        kept: what neither a layer's weights nor the adapter's state nor the output projection explain and
-            was there from the start: the graph of the last layer's forward, until its backward.
-        work: what came and went besides.
+        kept: what was there from the start besides: the graph of the last layer's forward, which is its work
+            in its own windows.
+        work: what came and went.
     """
 
     name: str
@@ -114,10 +114,7 @@ class Window:
 
 
 class Ledger:
-    """Marks begin and end windows; what a window holds is asked for at its beginning and its end.
-
-    Gradients that a window makes are counted as its work: they are there at the peak or not.
-    """
+    """Marks begin and end windows; the state is what it is at the beginning, new gradients are work."""
 
     def __init__(self, sim: Simulator, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
         self.windows: list[Window] = []
@@ -176,8 +173,12 @@ def marks(model: PeftModel, ledger: Ledger) -> Iterator[None]:
 
 
 def start_optimizer(model: PeftModel) -> torch.optim.Optimizer:
-    """AdamW with its moments there already, as from the second step on."""
-    optimizer = torch.optim.AdamW(trained(model), lr=0.0)
+    """AdamW with its moments there already, as from the second step on.
+
+    Without `foreach`, which would make another copy of the adapter: so does the fused one of an accelerator,
+    which the simulated device lacks.
+    """
+    optimizer = torch.optim.AdamW(trained(model), lr=0.0, foreach=False)
     for parameter in trained(model):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -208,11 +209,14 @@ def largest(windows: Sequence[Window]) -> list[Window]:
 
 
 def at_depth(window: Window, layer_state: int) -> int:
-    """The peak of this window in the model of 64 layers, whose adapter has `layer_state` bytes a layer and
-    copy: itself, gradient, two moments. Backward, a layer's gradients join those of the layers after it.
+    """The peak of this window in the model of 64 layers, whose adapter has `layer_state` bytes a layer.
+
+    It is there four times: itself, its gradient, two moments. During a layer's backward its own gradients are
+    part of the window's work.
     """
-    copies = {"optimizer": 4, "backward": 4}.get(window.name.partition(",")[0], 3)
-    return window.peak - window.state + copies * layer_state * REAL_LAYERS
+    copies = {"optimizer": 4 * REAL_LAYERS, "backward": 4 * REAL_LAYERS - 1}
+    kind = window.name.partition(",")[0]
+    return window.peak - window.state + copies.get(kind, 3 * REAL_LAYERS) * layer_state
 
 
 def report(windows: Sequence[Window], state: int, layers: int) -> str:

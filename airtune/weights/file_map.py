@@ -14,6 +14,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -24,8 +25,13 @@ import torch
 
 from airtune.weights.header import CheckpointError, StoredTensor
 
-# Linux cuts each MADV_WILLNEED, silently, to what the device reads at once: of 512 MB asked for in one call,
-# 8 MB arrived. 128 kB is the default read-ahead, so a call of that size is served whole.
+# Reads pages and maps them, in the thread that asks (Linux 5.14). The visit then takes no page faults: 30,000 a
+# step for a 0.6B model, each in the middle of a matrix product. Python has no name for it yet.
+_MADV_POPULATE_READ = 22
+# The address space is locked against new mappings meanwhile, and large tensors are mappings: in small bites.
+_POPULATE_NBYTES = 2 * 2**20
+# Elsewhere the kernel is only told. Linux cuts each MADV_WILLNEED, silently, to what the device reads at once: of
+# 512 MB asked for in one call, 8 MB arrived. 128 kB is the default read-ahead, so such a call is served whole.
 _READ_AHEAD_NBYTES = 128 * 2**10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,6 +65,7 @@ class FileMap:
     def __init__(self) -> None:
         self._mappings: dict[Path, _Mapping] = {}
         self._lock = threading.Lock()
+        self._can_populate = _can_populate()
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
         """The tensor, of `stored.shape` and `stored.dtype`, without a copy and without reading a byte yet.
@@ -84,11 +91,27 @@ class FileMap:
             flat = flat.clone()
         return flat.view(stored.dtype).view(stored.shape)
 
-    def advise_will_need(self, ranges: Iterable[FileRange]) -> None:
+    def populate(self, ranges: Iterable[FileRange]) -> None:
+        """Bring these bytes into memory, rounded out to whole pages; where the kernel can only be told to, ask it.
+
+        Meant for a thread of its own: it takes as long as reading does.
+        """
+        for file, begin, end in _unions(ranges):
+            begin -= begin % mmap.PAGESIZE
+            if self._can_populate:
+                for bite in range(begin, end, _POPULATE_NBYTES):
+                    self._advise(file, bite, min(bite + _POPULATE_NBYTES, end), _MADV_POPULATE_READ)
+            else:
+                self._announce(file, begin, end)
+
+    def announce(self, ranges: Iterable[FileRange]) -> None:
         """Have the kernel read these bytes ahead, rounded out to whole pages; the reads may end later."""
         for file, begin, end in _unions(ranges):
-            for chunk in range(begin - begin % mmap.PAGESIZE, end, _READ_AHEAD_NBYTES):
-                self._advise(file, chunk, min(chunk + _READ_AHEAD_NBYTES, end), mmap.MADV_WILLNEED)
+            self._announce(file, begin - begin % mmap.PAGESIZE, end)
+
+    def _announce(self, file: Path, begin: int, end: int) -> None:
+        for bite in range(begin, end, _READ_AHEAD_NBYTES):
+            self._advise(file, bite, min(bite + _READ_AHEAD_NBYTES, end), mmap.MADV_WILLNEED)
 
     def release(self, ranges: Iterable[FileRange]) -> None:
         """Give back the pages that lie wholly inside these bytes; a tensor that is used again faults them in.
@@ -117,6 +140,13 @@ class FileMap:
             code = ctypes.get_errno()
             if code != errno.EAGAIN:  # "Not now" is a fine answer to advice.
                 raise OSError(code, os.strerror(code), str(file))
+
+
+def _can_populate() -> bool:
+    """Whether this kernel knows MADV_POPULATE_READ: tried on a page of our own."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    return sys.platform == "linux" and _libc.madvise(address, mmap.PAGESIZE, _MADV_POPULATE_READ) == 0
 
 
 def _unions(ranges: Iterable[FileRange]) -> Iterator[tuple[Path, int, int]]:

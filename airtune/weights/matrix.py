@@ -86,7 +86,7 @@ class FileRows:
             self.release(start, stop)
 
     def announce(self, start: int, stop: int) -> None:
-        self._files.advise_will_need([self._range(start, stop)])
+        self._files.announce([self._range(start, stop)])
 
     def release(self, start: int, stop: int) -> None:
         self._files.release([self._range(start, stop)])

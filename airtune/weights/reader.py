@@ -5,11 +5,11 @@ decides the speed. With the file in the page cache, safetensors' `get_tensor().c
 page fault per few pages and fresh memory per tensor. `preadv` into memory that exists already is one copy in
 the kernel, and a few threads share it.
 
-What to keep in the page cache is left to the kernel. When the model is larger than memory that is work
-without a gain: each page is found, filled, copied and evicted again before it is of use. Direct reads
-(O_DIRECT) go past the cache: the disk writes into memory of ours. They give up whatever the cache would have
-kept, and they come in whole blocks, so 8-byte-aligned tensors take one more copy, out of a buffer with
-aligned blocks in it. `airtune.weights.access` chooses.
+What to keep in the page cache is left to the kernel. When the model is larger than memory, most of that is
+work without a gain: a page is found, filled, copied, and evicted before it is needed again. Direct reads
+(O_DIRECT) go past the cache: the disk writes into memory of ours. They give up what the cache would have
+kept. They also come in whole blocks, at aligned addresses, which tensors do not have, so each takes one more
+copy, out of a buffer that does. `airtune.weights.access` chooses.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ class ByteReader:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
             self._descriptors.clear()
-        while self._bounces:
-            self._bounces.pop().memory.close()
+        self._bounces.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -248,21 +247,20 @@ def _read_direct(piece: _Piece, bounce: _Bounce) -> None:
     """The blocks that cover the piece into `bounce`, and out of it what is wanted."""
     before = piece.offset % BLOCK_NBYTES
     wanted = before + len(piece.target)
-    # Closed at the end, because an error's traceback would hold it, and memory that is held cannot be freed.
-    with memoryview(bounce.memory)[: wanted + -wanted % BLOCK_NBYTES] as cover:
-        done = 0
-        while done < wanted:
-            # Less than asked may come, and the file's last block is short: from there a whole block again.
-            begin = done - done % BLOCK_NBYTES
-            try:
-                count = os.preadv(piece.descriptor, [cover[begin:]], piece.offset - before + begin)
-            except OSError as error:
-                if error.errno == errno.EINVAL:
-                    raise _refused(piece.file) from error
-                raise
-            if begin + count <= done:
-                raise _ended(piece)
-            done = begin + count
+    cover = memoryview(bounce.memory)[: wanted + -wanted % BLOCK_NBYTES]
+    done = 0
+    while done < wanted:
+        # Less than asked may come, and the file's last block is short: from there a whole block again.
+        begin = done - done % BLOCK_NBYTES
+        try:
+            count = os.preadv(piece.descriptor, [cover[begin:]], piece.offset - before + begin)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise _refused(piece.file) from error
+            raise
+        if begin + count <= done:
+            raise _ended(piece)
+        done = begin + count
     # Not a slice assignment: that holds the GIL, half a millisecond for 4 MB, and others compute meanwhile.
     ctypes.memmove(_address(piece.target), bounce.address + before, len(piece.target))
 

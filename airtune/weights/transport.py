@@ -101,7 +101,7 @@ class Transport:
         """Bring layer `index` into `slot`; returns the bytes read and the bytes copied to the device."""
         image = self._images[index]
         if self._stream is None:
-            self._files.advise_will_need(image.mapped_ranges())
+            self._files.populate(image.mapped_ranges())
             if self._poison:
                 slot.buffer.fill_(255)
             image.fill(slot.buffer, self._reader, self._files, self._model)

@@ -1,7 +1,7 @@
 """Training and generating with the layers on an accelerator and everything else on the CPU.
 
-On the simulated accelerator a missing wait is a wrong value or a recorded race, a released slot is NaN, and memory is counted
-to the byte.
+On the simulated accelerator a missing wait is a wrong value or a recorded race, a released slot is NaN, and
+memory is counted to the byte.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 from peft import PeftModel
-from tests.sim import Simulator
 
 import airtune
 from airtune.model import build
 from tests import zoo
+from tests.sim import Simulator
 from tests.twins import adapter, gradients, lora, ragged_batch, relative_error, resident, split_by_rows
 
 
@@ -77,7 +77,12 @@ def test_other_decoders(sim: Simulator, tmp_path: Path, name: str) -> None:
     prompt = zoo.random_ids(2, 8)
     model.eval()
     twin.eval()
-    options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     generated = model.generate(input_ids=prompt, **options)
     assert torch.equal(generated, twin.generate(input_ids=prompt, **options))
 

@@ -83,7 +83,7 @@ def test_files_that_are_not_there_or_there_twice(tmp_path: Path) -> None:
 def test_the_form_is_found_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, row: object, form: str
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="airtune"):
+    with caplog.at_level(logging.DEBUG, logger="airtune"):
         assert load_rows(write_jsonl(tmp_path, row)).form == form
     assert f"form: {form}" in caplog.text
 

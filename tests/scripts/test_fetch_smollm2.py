@@ -201,8 +201,13 @@ def test_an_interrupted_call_leaves_nothing(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(served, "convert", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        served.fetch(cache)
+    # A shell starts what runs in its background with SIGINT ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            served.fetch(cache)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert names(cache) == ["mine.txt"]
 
 

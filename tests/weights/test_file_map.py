@@ -86,11 +86,11 @@ def test_released_tensor_faults_back_in(files: list[Path]) -> None:
     for _ in range(2):
         assert bytes(tensor.tolist()) == files[2].read_bytes()[5 : 5 + place.nbytes]
         file_map.release([place])
-        file_map.advise_will_need([place])
+        file_map.announce([place])
 
 
 def test_advice_of_nothing(files: list[Path]) -> None:
-    for advise in (FileMap().advise_will_need, FileMap().release):
+    for advise in (FileMap().announce, FileMap().release):
         advise([])
         advise([stored(files[1], 8, (0,), torch.float32)])
 
@@ -143,7 +143,7 @@ def test_release_joins_ranges_that_share_a_page(noted: Callable[..., list[tuple[
 def test_read_ahead_covers_every_byte_in_calls_that_are_served_whole(
     noted: Callable[..., list[tuple[int, int, int]]],
 ) -> None:
-    calls = noted("advise_will_need", (PAGE + 5, 399 * PAGE + 1))
+    calls = noted("announce", (PAGE + 5, 399 * PAGE + 1))
     assert calls[0][0] == PAGE and calls[-1][1] == 399 * PAGE + 1
     assert all(before[1] == after[0] for before, after in itertools.pairwise(calls))
     assert all(begin % PAGE == 0 and 0 < end - begin <= 2**17 for begin, end, _ in calls)
@@ -156,7 +156,7 @@ def test_advice_that_fails_is_an_error_with_the_file(
     file_map = FileMap()
     monkeypatch.setattr(mmap, "MADV_WILLNEED", 9999)
     with pytest.raises(OSError, match=r"1\.safetensors"):
-        file_map.advise_will_need([ByteRange(files[1], 0, 10, 0)])
+        file_map.announce([ByteRange(files[1], 0, 10, 0)])
 
 
 def resident_file_nbytes() -> int:

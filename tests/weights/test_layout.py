@@ -111,7 +111,8 @@ def test_stacked_and_concatenated_experts_are_reads_into_place(tmp_path: Path) -
 
 def test_twelve_experts_are_stacked_by_number(tmp_path: Path) -> None:
     """As text, 10 comes before 2."""
-    config = MixtralConfig(**{**zoo.ZOO["mixtral"].config, "num_local_experts": 12, "num_hidden_layers": 1})
+    settings: dict[str, Any] = {**zoo.ZOO["mixtral"].config, "num_local_experts": 12, "num_hidden_layers": 1}
+    config = MixtralConfig(**settings)
     made = MixtralForCausalLM._from_config(config, dtype=torch.float32)
     made.save_pretrained(tmp_path)
     model, files = skeleton(tmp_path), FileMap()

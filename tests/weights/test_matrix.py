@@ -142,7 +142,7 @@ def test_rows_are_announced_before_and_released_after_their_turn() -> None:
 def test_chunks_on_an_accelerator(
     sim: Simulator, rows_of: MakeRows, chunk_rows: int, announced: bool
 ) -> None:
-    """Kernels use each chunk and nobody waits for them: a refill too early is a race, or a wrong value."""
+    """Kernels and copies use each chunk, nobody waits for them: a refill too early is a wrong value."""
     for dtype in FLOATS:
         stored_VD = torch.randn(33, 17).bfloat16()
         matrix = chunked(rows_of(stored_VD), chunk_rows, dtype, "sim")
@@ -151,6 +151,12 @@ def test_chunks_on_an_accelerator(
                 matrix.announce()
             doubled = [chunk * 2 for _, chunk in matrix.chunks()]
             assert torch.equal(torch.cat(doubled).cpu(), stored_VD.to(dtype) * 2)
+            sent = [
+                torch.empty_like(chunk, device="cpu", pin_memory=True).copy_(chunk, non_blocking=True)
+                for _, chunk in matrix.chunks()
+            ]
+            sim.synchronize()
+            assert torch.equal(torch.cat(sent), stored_VD.to(dtype))
             assert_chunks(matrix, stored_VD, chunk_rows, dtype, "sim")
         matrix.close()
 

@@ -293,10 +293,10 @@ class GatedFiles(FileMap):
         self.open.set()
         self.begun = 0
 
-    def advise_will_need(self, ranges: Iterable[FileRange]) -> None:
+    def announce(self, ranges: Iterable[FileRange]) -> None:
         self.begun += 1
         assert self.open.wait(20)
-        super().advise_will_need(ranges)
+        super().announce(ranges)
 
 
 def idle(streamed: Streamed) -> None:
@@ -332,8 +332,8 @@ def test_the_next_layer_is_read_while_this_one_is_visited(make: Callable[..., St
     streamed.visit(0)
     idle(streamed)
     files.open.clear()
+    before = files.begun
     with streamed.residency.visit(1, "forward"):
-        before = files.begun
         deadline = time.monotonic() + 10
         while files.begun == before and time.monotonic() < deadline:
             time.sleep(0.001)
