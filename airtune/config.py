@@ -66,6 +66,7 @@ class StreamConfig:
     micro_batch_size: int  # rows that go through a layer at once
     device_memory: str
     host_memory: str
+    file_access: Literal["auto", "mapped", "buffered", "direct"]
     poison: bool
 
 

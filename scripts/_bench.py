@@ -176,7 +176,7 @@ def resident_model(
         folder, dtype=dtype or "auto", attn_implementation="sdpa"
     )
     base.to(device)  # type: ignore[arg-type]
-    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.activation_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(0)
     wrapped = get_peft_model(base, _lora(rank, _linear_paths(base)))
     assert isinstance(wrapped, PeftModel)

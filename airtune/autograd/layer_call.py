@@ -119,7 +119,7 @@ class LayerCall:
         token: object,
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """The layer on every micro-batch again, with its graph: gradients of its tensors, then its parameters."""
+        """The layer on every micro-batch again, with its graph: gradients of its tensors, then parameters."""
         hops = Hops(self.weights.device)
         gradients = Gradients(self, inputs, needed, hops)
         if self._graph is not None:

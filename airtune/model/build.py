@@ -29,6 +29,7 @@ from airtune.model.recording import register_containers
 from airtune.model.skeleton import build_skeleton
 from airtune.model.stream import Stream, Visit
 from airtune.sizes import parse_bytes
+from airtune.weights.access import choose_access
 from airtune.weights.budget import SlotBudget
 from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.file_map import FileMap
@@ -56,6 +57,7 @@ def load(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     *,
+    file_access: str = "auto",
     adapter_trainable: bool = False,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -76,6 +78,8 @@ def load(
             keeps layers there. None for two layers at a time.
         host_memory: bytes of host memory for weights: on an accelerator, layers that are read from disk
             once; on the CPU, how many layers may be in memory. None for what streaming needs.
+        file_access: "mapped" (on the CPU: weights are used where the file is mapped), "buffered" (read through the
+            page cache), "direct" (past it); "auto" measures when the checkpoint is larger than memory.
         attn_implementation: None for sdpa, or eager where the architecture has none.
         trust_remote_code: run modelling code that the repository brings.
         revision: of a Hub repository.
@@ -103,10 +107,12 @@ def load(
     layers = find_layers(model)
     plans = plan_weights(model, checkpoint)
     grouped = [{n: p for n, p in plans.items() if n.startswith(f"{layer}.")} for layer in layers]
-    reader, files = ByteReader(), FileMap()
+    on_cpu = target.type == "cpu"
+    access = choose_access(checkpoint, on_cpu=on_cpu, requested=file_access)
+    reader, files = ByteReader(direct=access == "direct"), FileMap()
     residency = Residency(
         model,
-        [Layer(LayerImage.of(group.values(), map_files=target.type == "cpu"), group) for group in grouped],
+        [Layer(LayerImage.of(group.values(), map_files=access == "mapped"), group) for group in grouped],
         reader,
         files,
         device=target,

@@ -293,10 +293,10 @@ class GatedFiles(FileMap):
         self.open.set()
         self.begun = 0
 
-    def announce(self, ranges: Iterable[FileRange]) -> None:
+    def populate(self, ranges: Iterable[FileRange]) -> None:
         self.begun += 1
         assert self.open.wait(20)
-        super().announce(ranges)
+        super().populate(ranges)
 
 
 def idle(streamed: Streamed) -> None:
