@@ -165,13 +165,11 @@ def resident_model(
     folder: Path, rank: int, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> PeftModel:
     """The same model and adapter, to the bit, with all weights in memory, and gradient checkpointing."""
-    import json as text
-
     import torch
     import transformers
     from peft import PeftModel, get_peft_model
 
-    architecture = text.loads((folder / "config.json").read_text())["architectures"][0]
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     base: PreTrainedModel = getattr(transformers, architecture).from_pretrained(
         folder, dtype=dtype or "auto", attn_implementation="sdpa"
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How much of the reading hides behind the computing, when the disk is as slow as one likes.
 
-    python scripts/bench_overlap.py                               a random 0.15B model on the CPU
+    python scripts/bench_overlap.py                               a random 0.12B model on the CPU
     python scripts/bench_overlap.py --ratios 1 --rows 8 --json result.json
 
 A step can take no less than the larger of the time that its bytes need and the time that its layers compute.
@@ -204,7 +204,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Step time against the larger of reading and computing.")
     parser.add_argument("--checkpoint", type=Path, help="(default: a random one)")
     parser.add_argument("--kind", default="qwen3_5", help="of the random model (default: %(default)s)")
-    parser.add_argument("--params", default="0.15B", help="of the random model (default: %(default)s)")
+    parser.add_argument("--params", default="0.12B", help="of the random model (default: %(default)s)")
+    parser.add_argument("--hidden", default="512", help="of the random model (default: %(default)s)")
     parser.add_argument("--vocab", default="2048", help="of the random model (default: %(default)s)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="IO:compute")
     parser.add_argument("--rows", type=int, default=2, help="of a step (default: %(default)s)")
@@ -216,7 +217,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="a file for all figures")
     asked = parser.parse_args(argv)
     torch.set_num_threads(asked.threads)
-    options = ("--kind", asked.kind, "--params", asked.params, "--vocab", asked.vocab)
+    options = (
+        "--kind",
+        asked.kind,
+        "--params",
+        asked.params,
+        "--vocab",
+        asked.vocab,
+        "--hidden",
+        asked.hidden,
+    )
     with checkpoint(asked.checkpoint, *options) as folder:
         run(folder, asked)
 

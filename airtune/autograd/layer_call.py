@@ -6,8 +6,9 @@ inputs, and what the second run must restore, is kept in between.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -15,11 +16,16 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from airtune.autograd.ambient import Ambient
+from airtune.autograd.gradients import Arguments, Gradients, Trainable, in_place_of
 from airtune.autograd.hops import Hops
 from airtune.autograd.layer_run import Layout, Lists, Recording, run_layer
-from airtune.autograd.row_split import Join, RowSplit, joined_rows
+from airtune.autograd.row_split import Join, MicroBatchError, RowSplit, joined_rows
 
 Direction = Literal["forward", "backward"]
+
+
+# What may stand beside tensors in a call that is differentiated: nothing that could hide one.
+PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
 
 
 class Weights(Protocol):
@@ -38,26 +44,13 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The leaves of a call without its tensors, which only `save_for_backward` may keep (hooks can move
-    them elsewhere).
-    """
+class _Graph:
+    """A first run that was kept: what the weights' visit said then, and what backward needs of it."""
 
-    others: tuple[Any, ...]
-    tensors: tuple[int, ...]
-    needs_grad: frozenset[int]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any]) -> Arguments:
-        tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return cls(others, tensors, frozenset(i for i in tensors if leaves[i].requires_grad))
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        leaves = list(self.others)
-        for i, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[i] = tensor
-        return leaves
+    token: object
+    leaves: list[Any]
+    aliases: list[torch.Tensor]
+    made: list[torch.Tensor]
 
 
 @dataclass
@@ -71,21 +64,23 @@ class LayerCall:
     """
 
     name: str
+    module: torch.nn.Module
     forward: Callable[..., Any]
     weights: Weights
     recording: Recording
     spec: TreeSpec
     arguments: Arguments
     split: RowSplit
-    parameters: tuple[torch.nn.Parameter, ...]
+    parameters: tuple[Trainable, ...]
     lists: Lists | None
     differentiable: bool
-    keep_graph: bool
+    keep_graph: bool = False
     batched: tuple[bool, ...] = ()
     tracked: tuple[bool, ...] = ()
     _ambients: list[Ambient] = field(default_factory=list)
-    _graph: tuple[object, list[Any], list[torch.Tensor]] | None = None
+    _graph: _Graph | None = None
     _versions: tuple[int, ...] = ()
+    _training: bool = False
 
     def first_run(self, inputs: Sequence[Any], token: object) -> tuple[list[torch.Tensor], Layout]:
         """The layer on every micro-batch: its new tensors, joined on the inputs' device, and where they
@@ -96,21 +91,31 @@ class LayerCall:
         home = inputs[tensors[0]].device if tensors else torch.device("cpu")
         join = Join(self.split, self.batched, home, hops)
         layout = None
+        aliases = [trainable.alias() for trainable in self.parameters] if self.differentiable else []
         for index, leaves, _ in self._micro_batches(inputs, (), hops):
-            versions = [leaves[i]._version for i in tensors]
-            made, layout = self._run_once(leaves)
-            if self.differentiable and [leaves[i]._version for i in tensors] != versions:
-                raise RuntimeError(
-                    f"{self.name} changes an input in place; its gradients cannot be recomputed"
-                )
-            self.tracked = tuple(tensor.requires_grad for tensor in made)
+            if self.differentiable:
+                made, layout = self._run_recomputable(leaves, aliases)
+            else:
+                made, layout = self._run(leaves)
             join.add(index, [tensor.detach() for tensor in made])
+            self._check_shared(index, made, join)
             if self.keep_graph:
-                self._graph = (token, leaves, made)
+                self._graph = _Graph(token, leaves, aliases, made)
         hops.finish()
         assert layout is not None
-        self._versions = tuple(p._version for p in self.parameters)
+        self._versions = tuple(trainable.parameter._version for trainable in self.parameters)
+        self._training = self.module.training
         return join.tensors, layout
+
+    def _check_shared(self, index: int, made: Sequence[torch.Tensor], join: Join) -> None:
+        """What every micro-batch makes whole must be the same thing each time: a loss of the layer's own is not."""
+        for tensor, first, batched in zip(made, join.tensors, self.batched, strict=False):
+            if index > 0 and not batched and not torch.equal(tensor.detach().to(first.device), first):
+                raise MicroBatchError(
+                    f"{self.name} cannot be run in micro-batches: it returns something for the whole batch (a "
+                    "loss of its own, say) that is another thing for each micro-batch. Set micro_batch_size to "
+                    "None (the whole batch at once)."
+                )
 
     def second_run(
         self,
@@ -121,24 +126,24 @@ class LayerCall:
     ) -> list[torch.Tensor | None]:
         """The layer on every micro-batch again, with its graph: gradients of its tensors, then parameters."""
         hops = Hops(self.weights.device)
-        gradients = Gradients(self, inputs, needed, hops)
-        if self._graph is not None:
-            kept, leaves, made = self._graph
-            self._graph = None  # used up by one backward: another one recomputes
-            if kept == token:
-                moved = hops.send(grads)
-                hops.arrive(moved)
-                gradients.add(self.split.slices[0], leaves, made, moved)
-                hops.finish()
-                return gradients.result()
+        gradients = Gradients(self.arguments, self.split, self.parameters, inputs, needed, hops)
+        graph, self._graph = self._graph, None  # used up by one backward: another one recomputes
+        if graph is not None and graph.token == token:
+            moved = hops.send(grads)
+            hops.arrive(moved)
+            gradients.add(self.split.slices[0], graph.leaves, graph.aliases, graph.made, moved)
+            hops.finish()
+            return gradients.result()
+        del graph
+        aliases = [trainable.alias() for trainable in self.parameters]
         for index, leaves, moved in self._micro_batches(inputs, grads, hops):
-            with torch.enable_grad(), self._ambients[index].restored():
+            with torch.enable_grad(), self._ambients[index].restored(), in_place_of(self.parameters, aliases):
                 made, _ = self._run(leaves)
             if len(made) != len(self.tracked):
                 raise RuntimeError(
                     f"{self.name} made {len(made)} tensors in backward, {len(self.tracked)} in forward"
                 )
-            gradients.add(self.split.slices[index], leaves, made, moved)
+            gradients.add(self.split.slices[index], leaves, aliases, made, moved)
         hops.finish()
         return gradients.result()
 
@@ -150,13 +155,16 @@ class LayerCall:
         return self._run(leaves)[0]
 
     def check_unchanged(self) -> None:
-        """RuntimeError when an adapter was changed since the first run: the recompute would be another
-        function.
-        """
-        if tuple(p._version for p in self.parameters) != self._versions:
+        """RuntimeError when the recompute would be another function than the first run was."""
+        if tuple(trainable.parameter._version for trainable in self.parameters) != self._versions:
             raise RuntimeError(
                 f"an adapter of {self.name} was changed between forward and backward; "
                 "call backward before the optimizer steps"
+            )
+        if self.module.training != self._training:
+            raise RuntimeError(
+                f"{self.name} was switched between train() and eval() between forward and backward; "
+                "call backward in the mode of the forward"
             )
 
     def _micro_batches(
@@ -200,82 +208,21 @@ class LayerCall:
     def _run(self, leaves: Sequence[Any]) -> tuple[list[torch.Tensor], Layout]:
         return run_layer(self.forward, leaves, self.spec, self.recording, self.lists)
 
-    def _run_once(self, leaves: Sequence[Any]) -> tuple[list[torch.Tensor], Layout]:
-        if not self.differentiable:
-            return self._run(leaves)
+    def _run_recomputable(
+        self, leaves: Sequence[Any], aliases: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Layout]:
+        """A run that can be repeated: what it depends on is noted, what it saves for backward is dropped."""
+        versions = [leaves[i]._version for i in self.arguments.tensors]
         self._ambients.append(Ambient.capture(self.weights.device))
-        if self.keep_graph:
-            return self._run(leaves)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            return self._run(leaves)
-
-
-def _adjacent(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Uninitialised tensors like `parameters`, side by side in one piece of memory of each kind."""
-    room: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for k, parameter in enumerate(parameters):
-        room.setdefault((parameter.device, parameter.dtype), []).append(k)
-    views: dict[int, torch.Tensor] = {}
-    for (device, dtype), members in room.items():
-        numels = [parameters[k].numel() for k in members]
-        parts = torch.empty(sum(numels), device=device, dtype=dtype).split(numels)
-        views |= {k: part.view(parameters[k].shape) for k, part in zip(members, parts, strict=True)}
-    return [views[k] for k in range(len(parameters))]
-
-
-class Gradients:
-    """Sums what the micro-batches give: adapters' gradients over all, inputs' by rows (or summed, when
-    passed whole).
-    """
-
-    def __init__(self, call: LayerCall, inputs: Sequence[Any], needed: Sequence[bool], hops: Hops) -> None:
-        self._call, self._inputs, self._hops = call, inputs, hops
-        self._needed = [i for i, need in zip(call.arguments.tensors, needed, strict=False) if need]
-        # Room for everything that outlives the graph is taken before the graph is made. Allocated in the
-        # middle of it, as autograd does, these tensors stay scattered over the heap when the graph is gone
-        # and keep it from shrinking: 400 MB in a step of a 0.6B model.
-        self._room_of_inputs = {i: self._like_input(inputs[i]) for i in self._needed}
-        self._room_of_parameters = _adjacent(call.parameters)
-        self._of_inputs: dict[int, torch.Tensor] = {}
-        self._of_parameters: list[torch.Tensor | None] = [None] * len(call.parameters)
-
-    def _like_input(self, like: torch.Tensor) -> torch.Tensor:
-        return self._hops.host_like(like.shape, like.dtype, like.device)
-
-    def add(
-        self,
-        rows: slice,
-        leaves: Sequence[Any],
-        made: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Walk the graph from `made` back, with `grads` on its device."""
-        pairs = [(t, g) for t, g in zip(made, grads, strict=True) if g is not None and t.requires_grad]
-        wanted = [leaves[i] for i in self._needed] + list(self._call.parameters)
-        if not pairs or not wanted:
-            return
-        found = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        for i, grad in zip(self._needed, found, strict=False):
-            if grad is not None:
-                self._add_input(i, rows, grad)
-        for k, grad in enumerate(found[len(self._needed) :]):
-            if grad is not None and self._of_parameters[k] is None:
-                self._of_parameters[k] = self._room_of_parameters[k].copy_(grad)
-            elif grad is not None:
-                self._room_of_parameters[k].add_(grad)
-
-    def _add_input(self, i: int, rows: slice, grad: torch.Tensor) -> None:
-        room = self._room_of_inputs[i]
-        if i in self._call.split.batched:
-            if i not in self._of_inputs:
-                self._of_inputs[i] = room.zero_()
-            self._hops.bring(grad, room[rows])
-        elif i in self._of_inputs:
-            room.add_(grad.to(room.device))
-        else:
-            self._of_inputs[i] = room
-            self._hops.bring(grad, room)
-
-    def result(self) -> list[torch.Tensor | None]:
-        """In the order of the call's tensors, then its parameters."""
-        return [self._of_inputs.get(i) for i in self._call.arguments.tensors] + self._of_parameters
+        dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with in_place_of(self.parameters, aliases), nullcontext() if self.keep_graph else dropped:
+            made, layout = self._run(leaves)
+        if [leaves[i]._version for i in self.arguments.tensors] != versions:
+            raise RuntimeError(f"{self.name} changes an input in place; its gradients cannot be recomputed")
+        for value in layout.constants():
+            if not isinstance(value, PLAIN):
+                raise TypeError(
+                    f"{self.name} returns a {type(value).__name__}: gradients of tensors in it would be lost"
+                )
+        self.tracked = tuple(tensor.requires_grad for tensor in made)
+        return made, layout

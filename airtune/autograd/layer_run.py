@@ -66,6 +66,10 @@ class Layout:
     spec: TreeSpec
     leaves: tuple[_Input | _Made | _Constant, ...]
 
+    def constants(self) -> list[object]:
+        """What the run returned beside tensors."""
+        return [ref.value for ref in self.leaves if isinstance(ref, _Constant)]
+
     def rebuild(
         self, made: Sequence[torch.Tensor], inputs: Sequence[Any]
     ) -> tuple[Any, dict[int, Any], list]:
@@ -149,7 +153,16 @@ def apply_changes(
 
 
 def _containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, (list, MutableMapping))]
+    """The outermost mutable containers among the arguments, also inside tuples."""
+    found: list[Any] = []
+    waiting = [*reversed(kwargs.values()), *reversed(args)]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (list, MutableMapping)):
+            found.append(value)
+        elif isinstance(value, tuple):
+            waiting.extend(reversed(value))
+    return found
 
 
 def _differs(container: Any, before: tuple[list[Any], TreeSpec]) -> bool:

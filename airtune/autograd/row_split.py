@@ -79,7 +79,7 @@ def prove_split(run: Callable[[slice], list[torch.Tensor]], split: RowSplit, nam
 
 
 def _is_batched(two: torch.Tensor, a: torch.Tensor, b: torch.Tensor, name: str) -> bool:
-    if two.dim() and two.shape[1:] == a.shape[1:] == b.shape[1:] and len(two) == len(a) + len(b):
+    if two.dim() and a.shape == b.shape and two.shape == (2 * len(a), *a.shape[1:]):
         if _close(two, torch.cat([a, b])):
             return True
     elif two.shape == a.shape == b.shape and _close(two, a) and _close(two, b):

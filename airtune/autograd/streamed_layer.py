@@ -28,7 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 
 from airtune.autograd.ambient import kept_rng
-from airtune.autograd.layer_call import Arguments, Direction, LayerCall, Weights
+from airtune.autograd.gradients import Arguments, Trainable
+from airtune.autograd.layer_call import PLAIN, Direction, LayerCall, Weights
 from airtune.autograd.layer_run import NoRecording, Recording, apply_changes, blank
 from airtune.autograd.row_split import RowSplit, prove_split
 
@@ -58,6 +59,7 @@ class StreamedLayer:
     micro_batch_size: int | None = None
     keep_graph: bool = False
     _proofs: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
+    _looked: bool = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None = None) -> Any:
         """`forward(*args, **kwargs)`, and its gradients, with the weights there only during the visits.
@@ -67,34 +69,64 @@ class StreamedLayer:
 
         Raises:
             MicroBatchError: the layer's output for a row depends on the other rows.
+            TypeError: gradients would have to pass through an object that is no tensor or container.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        lists = self.recording.current()
-        split = RowSplit.of(leaves, rows, self.micro_batch_size)
-        parameters = tuple(p for p in self.module.parameters() if p.requires_grad)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
-        call = LayerCall(
-            name=self.name,
-            forward=self.forward,
-            weights=self.weights,
-            recording=self.recording,
-            spec=spec,
-            arguments=Arguments.of(leaves),
-            split=split,
-            parameters=parameters,
-            lists=blank(lists),
-            differentiable=differentiable,
-            keep_graph=self.keep_graph and differentiable and len(split.slices) == 1,
-        )
+        opaque = next((leaf for leaf in leaves if not isinstance(leaf, PLAIN)), None)
+        lists = self.recording.current()
         with self.weights.visit("forward") as token:
+            parameters = self._trainable_parameters()
+            differentiable = torch.is_grad_enabled() and any(
+                t.requires_grad for t in (*tensors, *(p.parameter for p in parameters))
+            )
+            if opaque is not None and differentiable:
+                raise TypeError(
+                    f"{self.name} is given a {type(opaque).__name__}: gradients of tensors in it would be "
+                    "lost; call it under torch.no_grad(), or without that argument"
+                )
+            call = LayerCall(
+                name=self.name,
+                module=self.module,
+                forward=self.forward,
+                weights=self.weights,
+                recording=self.recording,
+                spec=spec,
+                arguments=Arguments.of(leaves),
+                # An object such as a cache holds all rows: the batch stays together.
+                split=RowSplit.of(leaves, rows if opaque is None else None, self.micro_batch_size),
+                parameters=parameters,
+                lists=blank(lists),
+                differentiable=differentiable,
+            )
+            call.keep_graph = self.keep_graph and differentiable and len(call.split.slices) == 1
             call.batched = self._batched_outputs(call, leaves)
             made, layout = call.first_run(leaves, token)
         if differentiable:
-            made = _StreamedLayer.apply(call, tuple(made), *tensors, *parameters)
+            made = _StreamedLayer.apply(call, tuple(made), *tensors, *(p.parameter for p in parameters))
         output, changed, recorded = layout.rebuild(made, leaves)
         apply_changes(args, kwargs, changed, recorded, lists)
         return output
+
+    def _trainable_parameters(self) -> tuple[Trainable, ...]:
+        """The layer's parameters that take part in gradients; called when all of them must be there.
+
+        Without gradients only the first call looks: with hundreds of experts the walk takes milliseconds.
+        """
+        if self._looked and not torch.is_grad_enabled():
+            return ()
+        found = []
+        for path, owner in self.module.named_modules():
+            for leaf, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter.is_meta:
+                    # torch multiplies with a matrix that is not there, and returns whatever is in memory.
+                    raise RuntimeError(f"{self.name}: {path}.{leaf} has no values (it is on the meta device)")
+                if parameter.requires_grad:
+                    found.append(Trainable(owner, leaf, parameter))
+        self._looked = True
+        return tuple(found)
 
     def _batched_outputs(self, call: LayerCall, inputs: Sequence[Any]) -> tuple[bool, ...]:
         """Which of the layer's new tensors are batched; proven once for each way that the layer is called."""

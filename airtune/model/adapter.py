@@ -5,208 +5,216 @@ state in the order of the modules. On the meta device it would create nothing. S
 absent parameter is a CPU tensor of the right shape whose elements all share one number (stride 0): PEFT
 runs its own code on it, draws the same numbers as on a resident model, and no memory is used.
 
-What PEFT would do quietly is said or refused here: a target that matches nothing, a target outside the
-decoder layers, a target that is no plain linear layer, targets that PEFT turns into expert parameters,
-initialisations that need base weights.
+An adapter is planned first, on the model without weights: all that can be wrong with its config, its targets
+or its file is found before 54 GB of a 27B base are touched. What PEFT would do quietly (a tensor that it
+does not find keeps its random start) is refused here.
+
+Shape legend: R rank, I inputs, O outputs: `lora_A` is [R, I], `lora_B` is [O, R].
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import json
 import logging
+import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-from torch import nn
+from peft.utils import CONFIG_NAME
+from peft.utils.other import get_pattern_key
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+
+from airtune.model.adapter_io import AdapterError, check_fits, check_loaded, read_adapter
+from airtune.model.adapter_targets import Targets, fresh_targets, saved_targets, summary
 
 logger = logging.getLogger(__name__)
 
 _WEIGHT_FREE_INITS = (True, False, "gaussian", "orthogonal")
+# What is known to be the same on streamed, frozen weights. Any other field has to have its default.
+_SUPPORTED = frozenset(
+    "r lora_alpha lora_dropout target_modules exclude_modules init_lora_weights use_rslora lora_bias "
+    "rank_pattern alpha_pattern layers_to_transform layers_pattern fan_in_fan_out task_type inference_mode "
+    "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
+)
 
 
-def add_adapter(model: PreTrainedModel, layers: Collection[str], lora: LoraConfig) -> PeftModel:
-    """Wrap `model` with a fresh LoRA adapter on its decoder layers; fp32 where the base is half precision.
+@dataclass(frozen=True)
+class AdapterPlan:
+    """An adapter that fits the model.
+
+    Attributes:
+        targets: what PEFT is given, and the modules that it then adapts.
+        shapes: of the adapter's tensors, by the names that PEFT saves them under.
+        saved: the tensors to load, from `folder`; None for a fresh adapter.
+    """
+
+    targets: Targets
+    shapes: Mapping[str, tuple[int, ...]]
+    trainable: bool = True
+    folder: Path | None = None
+    saved: Mapping[str, Tensor] | None = None
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(map(math.prod, self.shapes.values())) if self.trainable else 0
+
+    def attach(self, model: PreTrainedModel) -> PeftModel:
+        """Wrap `model`; parameters in fp32 where the base is half precision."""
+        config = self.targets.config
+        with _stand_ins(model):
+            if self.folder is None:
+                wrapped = get_peft_model(model, config)
+            else:
+                wrapped = PeftModel.from_pretrained(
+                    model, str(self.folder), config=config, is_trainable=self.trainable, torch_device="cpu"
+                )
+        assert isinstance(wrapped, PeftModel)
+        _check_injected(wrapped, self.targets.modules)
+        if self.folder is not None and self.saved is not None:
+            check_loaded(wrapped, self.saved, self.folder)
+        return wrapped
+
+
+def plan_adapter(
+    model: PreTrainedModel,
+    layers: Collection[str],
+    lora: LoraConfig | None,
+    folder: Path | None,
+    *,
+    trainable: bool,
+) -> AdapterPlan | None:
+    """The fresh adapter `lora`, or the one saved in `folder` (which is `trainable` or not), or none.
 
     Args:
         layers: paths of the streamed layers.
         lora: `target_modules` may be "all-linear", a list of names, or a regular expression.
 
     Raises:
-        ValueError: the adapter cannot be trained on a streamed model, or a target matches nothing.
+        ValueError: the adapter cannot be trained on a streamed model, a target matches nothing, or `folder`
+            holds no adapter that fits this model.
     """
-    _check_supported(lora)
+    if lora is not None:
+        _check_supported(lora)
+        with _stand_ins(model):
+            targets = fresh_targets(model, layers, lora)
+        return AdapterPlan(targets, _shapes(model, targets))
+    if folder is None:
+        return None
+    config = _read_config(folder)
     with _stand_ins(model):
-        wrapped = get_peft_model(model, _resolve_targets(model, layers, lora))
-        _check_injected(wrapped, lora)
-    return wrapped
+        targets = saved_targets(model, layers, config)
+    # PEFT's own translation of names that an older transformers had for the same modules.
+    saved = convert_peft_adapter_state_dict_for_transformers(model, targets.config, read_adapter(folder))
+    shapes = _shapes(model, targets)
+    check_fits(saved, shapes, folder)
+    return AdapterPlan(targets, shapes, trainable, folder, saved)
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, *, trainable: bool) -> PeftModel:
-    """Wrap `model` with the PEFT adapter saved in `folder`.
-
-    Raises:
-        ValueError: `folder` holds no adapter, or one that a streamed model cannot run.
-    """
-    if not (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} has no adapter_config.json; expected a folder that PEFT's save_pretrained wrote"
-        )
-    config = LoraConfig.from_pretrained(str(folder))
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"{folder} holds a {config.peft_type} adapter; only LoRA is supported")
+def _read_config(folder: Path) -> LoraConfig:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise AdapterError(f"{folder} has no {CONFIG_NAME}; expected a folder that PEFT's save_pretrained wrote")
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise AdapterError(f"{path} is not JSON ({error}); save the adapter again") from error
+    kind = values.get("peft_type") if isinstance(values, dict) else None
+    if kind != PeftType.LORA:
+        raise AdapterError(f"{folder} holds a {kind or 'nameless'} adapter (peft_type); only LoRA is supported")
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    # A newer PEFT writes fields that this one does not know. They matter if they ask for something.
+    if asked := sorted(name for name, value in values.items() if value and name not in known):
+        raise AdapterError(f"{path} uses {', '.join(asked)}, which this version of PEFT does not know")
+    config = LoraConfig(**{name: value for name, value in values.items() if name in known})
     _check_supported(config)
-    with _stand_ins(model):
-        wrapped = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
-        _check_injected(wrapped, config)
-    return wrapped
-
-
-def _check_supported(lora: LoraConfig) -> None:
-    unsupported = {
-        "use_dora": bool(lora.use_dora),
-        "bias": lora.bias != "none",
-        "modules_to_save": bool(lora.modules_to_save),
-        "trainable_token_indices": bool(lora.trainable_token_indices),
-        "target_parameters": bool(lora.target_parameters),
-        f"init_lora_weights={lora.init_lora_weights!r}": lora.init_lora_weights not in _WEIGHT_FREE_INITS,
-    }
-    refused = [name for name, used in unsupported.items() if used]
-    if refused:
-        raise ValueError(
-            f"this LoRA config uses {', '.join(refused)}, which needs base weights that are streamed and "
-            "frozen. Supported: LoRA on linear layers with bias='none' and an initialisation that does not "
-            "read the weights."
-        )
-
-
-def _resolve_targets(model: PreTrainedModel, layers: Collection[str], lora: LoraConfig) -> LoraConfig:
-    """A copy of the config whose targets are spelled out and whose `exclude_modules` keeps PEFT inside the
-    layers.
-    """
-    config = copy.deepcopy(lora)
-    if config.target_modules is None:
-        raise ValueError('target_modules is not set; name the linear layers, or use "all-linear"')
-    modules = dict(model.named_modules())
-    inside = {name for name in modules if any(name.startswith(f"{layer}.") for layer in layers)}
-    plain = {name for name in inside if _is_plain_linear(modules[name])}
-    if config.target_modules == "all-linear":
-        config.target_modules = sorted(_all_linear(model, plain, config))
-    targets = config.target_modules
-    matched = {name for name in modules if _matches(name, targets)}
-    wanted = {name for name in matched & plain if not _matches(name, config.exclude_modules)}
-    if isinstance(targets, str):
-        unmatched = [] if wanted else [targets]
-    else:
-        unmatched = sorted(t for t in targets or () if not any(_matches(name, [t]) for name in wanted))
-    if unmatched:
-        known = sorted({name.rpartition(".")[2] for name in plain})
-        raise ValueError(
-            f"target_modules {unmatched} match no linear layer in the decoder layers of "
-            f"{type(model).__name__}; its linear layers are called {known}"
-        )
-    strangers = {name for name in matched - wanted if not _matches(name, config.exclude_modules)}
-    if strangers:
-        config.exclude_modules = _excluding(config.exclude_modules, strangers)
-        logger.info("LoRA leaves out %s: not plain linear layers of the decoder", _summary(strangers))
     return config
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether LoRA's x @ A @ B can stand beside the module.
-
-    A subclass of nn.Linear may return a tuple (routers) or group its features. All weights are ones here,
-    so a plain layer answers a row of ones with the number of its features.
-    """
-    if type(module) in (nn.Linear, Conv1D):
-        return True
-    if not isinstance(module, nn.Linear):
-        return False
-    ones = torch.ones(1, module.in_features, dtype=module.weight.dtype)
-    try:
-        with torch.no_grad():
-            answer = module(ones)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    want = torch.full((1, module.out_features), float(module.in_features + (module.bias is not None)))
-    return (
-        isinstance(answer, torch.Tensor)
-        and answer.shape == want.shape
-        and torch.allclose(answer.float(), want, rtol=0.01)
-    )
-
-
-def _all_linear(model: PreTrainedModel, plain: Collection[str], lora: LoraConfig) -> set[str]:
-    """Names of the decoder's plain linear layers that PEFT accepts."""
-    names = set()
-    for name in sorted({name.rpartition(".")[2] for name in plain}):
-        try:
-            _check_lora_target_modules_mamba(lora, model, name)
-        except ValueError:
-            logger.warning("all-linear leaves out %s: PEFT does not support it in this architecture", name)
-        else:
-            names.add(name)
-    return names
-
-
-def _matches(name: str, targets: str | Collection[str] | None) -> bool:
-    """PEFT's rule: a string is a regular expression for the whole path, a list holds paths or their last
-    parts.
-    """
-    if not targets:
-        return False
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _excluding(existing: str | list[str] | None, names: Collection[str]) -> str:
-    """One regular expression for what was excluded before and `names`, with layer numbers folded."""
-    folded = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "#", name) for name in names})
-    patterns = [re.escape(name).replace(r"\#", r"\d+") for name in folded]
-    if isinstance(existing, str):
-        patterns.append(existing)
-    elif existing:
-        patterns += [rf"(?:.*\.)?{re.escape(name)}" for name in existing]
-    return "|".join(f"(?:{pattern})" for pattern in patterns)
-
-
-def _check_injected(wrapped: PeftModel, asked: LoraConfig) -> None:
-    """Report what PEFT adapted, and refuse what it did beside what was asked."""
-    config = wrapped.active_peft_config
-    if config.target_parameters and not asked.target_parameters:
+def _check_supported(lora: LoraConfig) -> None:
+    """Refuse by name what is not known to be the same on streamed weights, and values that PEFT trips over."""
+    blank = LoraConfig()
+    refused = [
+        field.name
+        for field in dataclasses.fields(lora)
+        if field.name not in _SUPPORTED
+        and (value := getattr(lora, field.name))
+        and value != getattr(blank, field.name)
+    ]
+    if lora.init_lora_weights not in _WEIGHT_FREE_INITS:
+        refused.append(f"init_lora_weights={lora.init_lora_weights!r}")
+    if refused:
         raise ValueError(
-            "PEFT turns targets of this mixture-of-experts model into expert parameters "
-            f"{sorted(config.target_parameters)}, which are not trained yet. Leave them out of "
-            f"target_modules; left are {sorted(config.target_modules)}."
+            f"this LoRA config uses {', '.join(refused)}, which needs base weights that are streamed and "
+            "frozen, or is not known to be right with them. Supported: LoRA on linear layers with bias='none' "
+            "and an initialisation that does not read the weights."
         )
-    adapted = {name: module for name, module in wrapped.named_modules() if isinstance(module, LoraLayer)}
-    strange = {
-        name: type(module.get_base_layer()).__name__
-        for name, module in adapted.items()
-        if not _is_plain_linear(module.get_base_layer())
-    }
-    if strange:
+    if not lora.target_modules:
+        raise ValueError('target_modules is not set; name the linear layers, or use "all-linear"')
+    for rank in (lora.r, *(lora.rank_pattern or {}).values()):
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise ValueError(f"a LoRA rank is a whole number of at least 1, got {rank!r}")
+    if not isinstance(lora.lora_dropout, int | float) or not 0 <= lora.lora_dropout < 1:
+        raise ValueError(f"lora_dropout must be at least 0 and less than 1, got {lora.lora_dropout!r}")
+    _check_patterns(lora)
+
+
+def _check_patterns(lora: LoraConfig) -> None:
+    layers = [lora.layers_pattern] if isinstance(lora.layers_pattern, str) else lora.layers_pattern or []
+    patterns = [("layers_pattern", pattern) for pattern in layers]
+    for field in ("target_modules", "exclude_modules"):
+        value = getattr(lora, field)
+        patterns += [(field, value)] if isinstance(value, str) else []
+        if not isinstance(value, str) and not all(isinstance(name, str) for name in value or ()):
+            raise ValueError(f"{field} must be names of modules or one regular expression, got {value!r}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns += [(field, pattern) for pattern in getattr(lora, field) or {}]
+    for field, pattern in patterns:
+        try:
+            re.compile(f"(?:{pattern})")  # as it is used: inside a longer one
+        except re.error as error:
+            raise ValueError(f"{field} {pattern!r} is no regular expression: {error}") from error
+
+
+def _shapes(model: PreTrainedModel, targets: Targets) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that PEFT will save for these targets, under its names."""
+    config = targets.config
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in targets.modules:
+        weight_shape = model.get_submodule(name).weight.shape
+        linear = isinstance(model.get_submodule(name), nn.Linear)
+        outputs, inputs = weight_shape if linear else reversed(weight_shape)  # Conv1D is transposed
+        ranks = config.rank_pattern or {}
+        rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
+        shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, inputs)
+        shapes[f"base_model.model.{name}.lora_B.weight"] = (outputs, rank)
+        if config.lora_bias:
+            shapes[f"base_model.model.{name}.lora_B.bias"] = (outputs,)
+    return shapes
+
+
+def _check_injected(wrapped: PeftModel, wanted: Collection[str]) -> None:
+    """Compare what PEFT adapted with what was asked for, and report it."""
+    modules = wrapped.get_base_model().named_modules()
+    adapted = {name for name, module in modules if isinstance(module, LoraLayer)}
+    if adapted != set(wanted):
+        missing, extra = sorted(set(wanted) - adapted), sorted(adapted - set(wanted))
         raise ValueError(
-            f"LoRA only goes on plain linear layers, and the targets match {strange}; narrow target_modules"
+            f"PEFT did not adapt what was asked for: {len(missing)} modules are missing (first: "
+            f"{missing[:1]}) and {len(extra)} are too many (first: {extra[:1]}). Name the modules in a list"
         )
     trainable = [name for name, p in wrapped.named_parameters() if p.requires_grad]
     assert all(".lora_" in name for name in trainable), "only adapters may be trainable"
     numel = sum(p.numel() for n, p in wrapped.named_parameters() if ".lora_" in n)
-    logger.info("LoRA on %d modules: %s; %s parameters", len(adapted), _summary(adapted), f"{numel:,}")
-
-
-def _summary(names: Collection[str]) -> str:
-    counts = Counter(name.rpartition(".")[2] for name in names)
-    return ", ".join(f"{name} x{count}" for name, count in sorted(counts.items()))
+    logger.info("LoRA on %d modules: %s; %s parameters", len(adapted), summary(adapted), f"{numel:,}")
 
 
 @contextmanager

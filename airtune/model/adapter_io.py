@@ -17,7 +17,7 @@ import copy
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,23 +79,52 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     """
     saved = read_adapter(folder)
     tensors = adapter_tensors(model)
-    _check_keys(saved, tensors, folder)
+    check_fits(saved, _shapes(tensors), folder)
     with torch.no_grad():
         for key, tensor in tensors.items():
             tensor.copy_(saved[key])
-    loaded = {key: tensor.detach().cpu() for key, tensor in adapter_tensors(model).items()}
-    _check_equal(saved, loaded, folder)
+    check_loaded(model, saved, folder)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors of ``folder/adapter_model.safetensors`` on the CPU; AdapterError if it is cut or absent."""
+    """The tensors of ``folder/adapter_model.safetensors`` on the CPU.
+
+    Raises AdapterError if the file is cut or absent, or if a tensor is not finite.
+    """
     path = folder / SAFETENSORS_WEIGHTS_NAME
     if not (folder / CONFIG_NAME).is_file() or not path.is_file():
         raise AdapterError(f"{folder} is no adapter: it lacks {CONFIG_NAME} or {SAFETENSORS_WEIGHTS_NAME}")
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except SafetensorError as error:
         raise AdapterError(f"{path} is not a complete safetensors file ({error})") from error
+    broken = _not_finite(tensors)
+    if broken:
+        raise AdapterError(f"{path}: {len(broken)} of {len(tensors)} tensors are not finite (first: {broken[0]})")
+    return tensors
+
+
+def check_fits(saved: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
+    """Raise AdapterError unless what was ``saved`` in ``folder`` is the tensors named and shaped so."""
+    missing, unknown = sorted(shapes.keys() - saved.keys()), sorted(saved.keys() - shapes.keys())
+    if missing or unknown:
+        raise AdapterError(
+            f"{folder} does not fit this model: {len(missing)} adapter tensors of the model are not in it "
+            f"(first: {missing[:1]}), {len(unknown)} of its own are not in the model (first: {unknown[:1]}). "
+            "Load it with the rank and target modules it was trained with"
+        )
+    for key, shape in shapes.items():
+        if list(saved[key].shape) != list(shape):
+            raise AdapterError(
+                f"{folder} does not fit this model: {key} is {list(saved[key].shape)}, not {list(shape)}: "
+                "another rank, or another base model?"
+            )
+
+
+def check_loaded(model: PeftModel, saved: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise AdapterError unless the model's active adapter is what was ``saved`` in ``folder``."""
+    loaded = {key: tensor.detach().cpu() for key, tensor in adapter_tensors(model).items()}
+    _check_equal(saved, loaded, folder)
 
 
 def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
@@ -133,7 +162,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], *, trained: bool) -> None:
-    broken = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    broken = _not_finite(tensors)
     if broken:
         raise AdapterError(
             f"{len(broken)} of {len(tensors)} adapter tensors are not finite (first: {broken[0]}): "
@@ -150,23 +179,16 @@ def _check_tensors(tensors: Mapping[str, Tensor], *, trained: bool) -> None:
         logger.warning("%d of %d lora_B tensors are still zero (first: %s)", len(idle), len(lora_b), idle[0])
 
 
-def _check_keys(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path) -> None:
-    missing, unknown = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
-    if missing or unknown:
-        raise AdapterError(
-            f"{folder}: {len(missing)} adapter tensors of the model are not in it (first: {missing[:1]}), "
-            f"{len(unknown)} of its own are not in the model (first: {unknown[:1]}). "
-            "Load it with the rank and target modules it was trained with"
-        )
-    for key, tensor in expected.items():
-        if saved[key].shape != tensor.shape:
-            raise AdapterError(
-                f"{folder}: {key} is {list(saved[key].shape)}, not {list(tensor.shape)}: another rank?"
-            )
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Sequence[int]]:
+    return {key: tensor.shape for key, tensor in tensors.items()}
 
 
 def _check_equal(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path) -> None:
-    _check_keys(saved, expected, folder)
+    check_fits(saved, _shapes(expected), folder)
     for key, tensor in expected.items():
         if not torch.equal(saved[key].to(tensor.dtype), tensor):
             raise AdapterError(f"{folder}: {key} does not read back as it was written: check the disk")

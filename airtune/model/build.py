@@ -78,8 +78,9 @@ def load(
             keeps layers there. None for two layers at a time.
         host_memory: bytes of host memory for weights: on an accelerator, layers that are read from disk
             once; on the CPU, how many layers may be in memory. None for what streaming needs.
-        file_access: "mapped" (on the CPU: weights are used where the file is mapped), "buffered" (read through the
-            page cache), "direct" (past it); "auto" measures when the checkpoint is larger than memory.
+        file_access: "mapped" (on the CPU: weights are used where the file is mapped), "buffered" (read
+            through the page cache), "direct" (past it); "auto" measures when the checkpoint is larger than
+            memory.
         attn_implementation: None for sdpa, or eager where the architecture has none.
         trust_remote_code: run modelling code that the repository brings.
         revision: of a Hub repository.

@@ -27,8 +27,6 @@ from airtune.weights.residency import Residency
 
 __all__ = ["MicroBatchError", "Stream", "Visit", "stream_of"]
 
-_PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
-
 
 @dataclass(frozen=True)
 class Visit:
@@ -141,16 +139,13 @@ class Stream:
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a layer, in place of its forward."""
         current = self._pass or _Pass(rows=None, trains=self._trains())
-        rows = current.rows
         if current.trains and torch.is_grad_enabled():
             # The recompute would append to a cache a second time: right loss, wrong gradients.
-            args = tuple(None if isinstance(a, Cache) else a for a in args)
-            kwargs = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
+            args = tuple(_without_cache(a) for a in args)
+            kwargs = {k: _without_cache(v) for k, v in kwargs.items()}
             if "use_cache" in kwargs:
                 kwargs["use_cache"] = False
-        elif not all(isinstance(v, _PLAIN) for v in (*args, *kwargs.values())):
-            rows = None  # a cache holds all rows: the batch stays together
-        return layer(args, kwargs, rows)
+        return layer(args, kwargs, current.rows)
 
     @contextmanager
     def visit(self, index: int, direction: Direction) -> Iterator[object]:
@@ -168,8 +163,11 @@ class Stream:
         batch = given.get("inputs_embeds") if batch is None else batch
         self._settle()
         self._pass = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, self._trains())
-        # Some models keep their state on themselves rather than in a cache object.
-        if self._pass.trains and self._takes_use_cache:
+        caches = [value for value in given.values() if isinstance(value, Cache)]
+        # Some models keep their state on themselves rather than in a cache object; and whoever wants a loss
+        # wants no cache, which would keep the batch from being split.
+        wants_loss = given.get("labels") is not None and not caches
+        if self._takes_use_cache and (self._pass.trains or (wants_loss and "use_cache" not in given)):
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
@@ -186,10 +184,35 @@ class Stream:
         self._residency.places = self._budget.settled(working_nbytes)
 
     def _trains(self) -> bool:
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters())
+        """Whether gradients are wanted now. Only adapters can have any."""
+        if not torch.is_grad_enabled():
+            return False
+        trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if any(parameter.is_meta for parameter in trainable):
+            raise ValueError(
+                "weights of the base model require gradients, but they are streamed and stay frozen; "
+                "set requires_grad on adapters only"
+            )
+        return bool(trainable)
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
         self._pass = None
+
+
+def _without_cache(value: Any) -> Any:
+    """None for a cache that is empty.
+
+    Raises:
+        ValueError: it is not: leaving it out would change the result.
+    """
+    if not isinstance(value, Cache):
+        return value
+    if value.get_seq_length() > 0:
+        raise ValueError(
+            "a filled KV cache was given while gradients are on; the layers of a streamed model are "
+            "recomputed and cannot use it. Call the model under torch.no_grad(), or give all tokens at once"
+        )
+    return None
 
 
 class _Forward:

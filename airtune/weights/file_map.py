@@ -30,9 +30,8 @@ from airtune.weights.header import CheckpointError, StoredTensor
 _MADV_POPULATE_READ = 22
 # The address space is locked against new mappings meanwhile, and large tensors are mappings: in small bites.
 _POPULATE_NBYTES = 2 * 2**20
-# Elsewhere the kernel is only told. Linux cuts each MADV_WILLNEED, silently, to what the device reads at once:
-# of 512 MB asked for in one call, 8 MB arrived. 128 kB is the default read-ahead, so such a call is served
-# whole.
+# Elsewhere the kernel is only told. Linux cuts each MADV_WILLNEED, silently, to what the device reads at once
+# (of 512 MB asked for at once, 8 MB arrived). 128 kB is the default read-ahead: such a call is served whole.
 _READ_AHEAD_NBYTES = 128 * 2**10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -93,7 +92,7 @@ class FileMap:
         return flat.view(stored.dtype).view(stored.shape)
 
     def populate(self, ranges: Iterable[FileRange]) -> None:
-        """Bring these bytes into memory, rounded out to whole pages; where the kernel can only be told, tell it.
+        """Bring these bytes into memory, in whole pages; where the kernel can only be told, tell it.
 
         Meant for a thread of its own: it takes as long as reading does.
         """

@@ -753,3 +753,80 @@ def test_the_proof_is_made_once_for_each_way_of_calling() -> None:
     assert len(calls) == 12 + 3 + 2, "another tensor carries the batch"
     layer((batch(6),), {}, 6)
     assert len(calls) == 17 + 3
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_hook_on_a_parameter_runs_once(size: int | None) -> None:
+    """It sees the gradient of the whole call, not those of the inner graphs as well."""
+    module, x = Lora().double(), batch(3)
+    want = gradients(weighted(module(x)), module.up.weight)[0] / 2
+    module.up.weight.register_hook(lambda grad: grad / 2)
+    weighted(stream(module, micro_batch_size=size)((x,), {}, 3)).backward()
+    torch.testing.assert_close(module.up.weight.grad, want)
+
+
+def test_ragged_outputs_are_refused() -> None:
+    """The second row gives fewer lines than the first: their places in the joined tensor are unknown."""
+    mask_BS = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).bool()
+    module = Fn(lambda scale, x, mask: x[mask] * scale)
+    with pytest.raises(MicroBatchError):
+        stream(module, micro_batch_size=1)((batch(3, 4, 4), mask_BS), {}, 3)
+
+
+class Box:
+    """An object that hides a tensor from autograd's view of arguments."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def test_objects_that_hide_tensors_are_refused() -> None:
+    x = batch(3)
+    with pytest.raises(TypeError, match="is given a Box"):
+        stream(Fn(lambda scale, x, box: x * scale + box.hidden))((x, Box(batch(3, seed=1))), {})
+    with pytest.raises(TypeError, match="returns a Box"):
+        stream(Fn(lambda scale, x: Box(x * scale)))((x,), {})
+
+
+def test_a_list_inside_a_tuple_is_written_to() -> None:
+    def forward(scale: Tensor, x: Tensor, state: tuple[list[Tensor]]) -> Tensor:
+        state[0].append(x * scale)
+        return x * 1
+
+    x, state = batch(3), ([],)
+    module = Fn(forward)
+    stream(module)((x, state), {})
+    assert_close(gradients(weighted(state[0][0]), x), gradients(weighted(x * module.scale), x))
+
+
+class AuxiliaryLoss(nn.Module):
+    """A layer that has a loss of its own, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * self.scale
+        return y, y.pow(2).mean() if self.training else x.new_zeros(())
+
+
+def test_a_loss_of_the_layers_own_cannot_be_split() -> None:
+    with pytest.raises(MicroBatchError, match="another thing for each micro-batch"):
+        stream(AuxiliaryLoss(), micro_batch_size=1)((batch(3),), {}, 3)
+
+
+def test_another_mode_in_backward_is_an_error() -> None:
+    module, x = Lora(dropout=0.5).double(), batch(4)
+    loss = weighted(stream(module)((x,), {}))
+    module.eval()
+    with pytest.raises(RuntimeError, match="train\\(\\) and eval\\(\\)"):
+        loss.backward()
+
+
+def test_a_parameter_without_values_is_an_error() -> None:
+    """torch itself would multiply with whatever is in memory."""
+    module = Lora().double()
+    module.up.to("meta")
+    with pytest.raises(RuntimeError, match="has no values"):
+        stream(module)((batch(3),), {})

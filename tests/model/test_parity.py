@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import airtune
 from tests import zoo
@@ -213,3 +214,37 @@ def test_saved_tensor_hooks_see_the_hidden_states(tmp_path: Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(**batch).loss.backward()
     assert packed >= 4
+
+
+def test_a_filled_cache_while_gradients_are_on_is_refused(tmp_path: Path) -> None:
+    """Leaving it out would give the logits of another text."""
+    model, ids = streamed("llama", zoo.make("llama", tmp_path)).eval(), zoo.random_ids(1, 8)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :7], cache=cache)
+    with pytest.raises(ValueError, match="filled KV cache"):
+        model(input_ids=ids[:, 7:], cache=cache)
+
+
+def test_inference_mode(tmp_path: Path) -> None:
+    folder, batch = zoo.make("llama", tmp_path), ragged_batch()
+    model, twin = streamed("llama", folder).eval(), resident("llama", folder).eval()
+    with torch.inference_mode():
+        assert model(**batch).loss.item() == pytest.approx(twin(**batch).loss.item(), rel=1e-6)
+
+
+def test_evaluation_goes_in_micro_batches(tmp_path: Path) -> None:
+    model = streamed("llama", zoo.make("llama", tmp_path), micro_batch_size=1).eval()
+    seen: list[int] = []
+    mlp = model.get_base_model().model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    with torch.no_grad():
+        model(**ragged_batch())
+    assert seen[-4:] == [1, 1, 1, 1]
+
+
+def test_base_weights_cannot_be_trained(tmp_path: Path) -> None:
+    model = airtune.load(zoo.make("llama", tmp_path), device="cpu")
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="streamed and stay frozen"):
+        model(**ragged_batch())

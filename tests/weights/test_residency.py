@@ -139,6 +139,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Streamed]]:
 
     yield one
     for streamed in made:
+        if streamed.residency.device.type != "cpu":
+            idle(streamed)
+            torch.accelerator.synchronize()
         streamed.close()
 
 
