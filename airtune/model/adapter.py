@@ -40,11 +40,15 @@ logger = logging.getLogger(__name__)
 
 _WEIGHT_FREE_INITS = (True, False, "gaussian", "orthogonal")
 # What is known to be the same on streamed, frozen weights. Any other field has to have its default.
-_SUPPORTED = frozenset(
-    "r lora_alpha lora_dropout target_modules exclude_modules init_lora_weights use_rslora lora_bias "
-    "rank_pattern alpha_pattern layers_to_transform layers_pattern fan_in_fan_out task_type inference_mode "
-    "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
-)
+# fmt: off
+_SUPPORTED = {
+    "r", "lora_alpha", "lora_dropout", "lora_bias", "use_rslora", "init_lora_weights", "fan_in_fan_out",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "rank_pattern", "alpha_pattern",
+    "task_type", "inference_mode", "base_model_name_or_path", "revision",
+    "peft_type", "peft_version", "auto_mapping",
+}
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,13 @@ class AdapterPlan:
         config = self.targets.config
         with _stand_ins(model):
             if self.folder is None:
-                wrapped = get_peft_model(model, config)
+                made = get_peft_model(model, config)
+                assert isinstance(made, PeftModel)
+                wrapped = made
             else:
                 wrapped = PeftModel.from_pretrained(
                     model, str(self.folder), config=config, is_trainable=self.trainable, torch_device="cpu"
                 )
-        assert isinstance(wrapped, PeftModel)
         _check_injected(wrapped, self.targets.modules)
         if self.folder is not None and self.saved is not None:
             check_loaded(wrapped, self.saved, self.folder)
@@ -122,14 +127,18 @@ def plan_adapter(
 def _read_config(folder: Path) -> LoraConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise AdapterError(f"{folder} has no {CONFIG_NAME}; expected a folder that PEFT's save_pretrained wrote")
+        raise AdapterError(
+            f"{folder} has no {CONFIG_NAME}; expected a folder that PEFT's save_pretrained wrote"
+        )
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
         raise AdapterError(f"{path} is not JSON ({error}); save the adapter again") from error
     kind = values.get("peft_type") if isinstance(values, dict) else None
+    if kind is None:
+        raise AdapterError(f"{path} names no peft_type; save the adapter again")
     if kind != PeftType.LORA:
-        raise AdapterError(f"{folder} holds a {kind or 'nameless'} adapter (peft_type); only LoRA is supported")
+        raise AdapterError(f"{folder} holds a {kind} adapter; only LoRA is supported")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     # A newer PEFT writes fields that this one does not know. They matter if they ask for something.
     if asked := sorted(name for name, value in values.items() if value and name not in known):
@@ -140,7 +149,7 @@ def _read_config(folder: Path) -> LoraConfig:
 
 
 def _check_supported(lora: LoraConfig) -> None:
-    """Refuse by name what is not known to be the same on streamed weights, and values that PEFT trips over."""
+    """Refuse by name what is not known to be the same on streamed weights, and values PEFT trips over."""
     blank = LoraConfig()
     refused = [
         field.name
@@ -154,8 +163,8 @@ def _check_supported(lora: LoraConfig) -> None:
     if refused:
         raise ValueError(
             f"this LoRA config uses {', '.join(refused)}, which needs base weights that are streamed and "
-            "frozen, or is not known to be right with them. Supported: LoRA on linear layers with bias='none' "
-            "and an initialisation that does not read the weights."
+            "frozen, or is not known to be right with them. Supported: LoRA on linear layers with "
+            "bias='none' and an initialisation that does not read the weights."
         )
     if not lora.target_modules:
         raise ValueError('target_modules is not set; name the linear layers, or use "all-linear"')
@@ -189,9 +198,11 @@ def _shapes(model: PreTrainedModel, targets: Targets) -> dict[str, tuple[int, ..
     config = targets.config
     shapes: dict[str, tuple[int, ...]] = {}
     for name in targets.modules:
-        weight_shape = model.get_submodule(name).weight.shape
-        linear = isinstance(model.get_submodule(name), nn.Linear)
-        outputs, inputs = weight_shape if linear else reversed(weight_shape)  # Conv1D is transposed
+        layer = model.get_submodule(name)
+        assert isinstance(layer.weight, Tensor)
+        outputs, inputs = layer.weight.shape
+        if not isinstance(layer, nn.Linear):  # a Conv1D is stored transposed
+            outputs, inputs = inputs, outputs
         ranks = config.rank_pattern or {}
         rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
         shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, inputs)

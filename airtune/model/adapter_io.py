@@ -100,7 +100,9 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
         raise AdapterError(f"{path} is not a complete safetensors file ({error})") from error
     broken = _not_finite(tensors)
     if broken:
-        raise AdapterError(f"{path}: {len(broken)} of {len(tensors)} tensors are not finite (first: {broken[0]})")
+        raise AdapterError(
+            f"{path}: {len(broken)} of {len(tensors)} tensors are not finite (first: {broken[0]})"
+        )
     return tensors
 
 

@@ -184,8 +184,8 @@ def _refuse_experts(model: PreTrainedModel, config: LoraConfig) -> None:
         left = f"; left are {sorted(set(targets or ()) - set(named))}"
     if named:
         raise ValueError(
-            f"target_modules name {named}: in models of type {model.config.model_type} PEFT takes them for "
-            f"expert parameters, which are not trained yet. Leave them out of target_modules{left}."
+            f"target_modules name {named}: in models of type {model.config.model_type!r} PEFT takes these for "
+            f"expert parameters, which are not trained. Leave them out of target_modules{left}."
         )
 
 
@@ -229,7 +229,9 @@ def _leave_out(
     logger.log(level, "LoRA leaves out %s: not plain linear layers of the decoder", summary(strangers))
 
 
-def _excluding(existing: str | Collection[str] | None, names: Collection[str], wanted: Collection[str]) -> str:
+def _excluding(
+    existing: str | Collection[str] | None, names: Collection[str], wanted: Collection[str]
+) -> str:
     """One regular expression for what was excluded before and `names`, but none of `wanted`.
 
     Layer numbers are folded, where no wanted module has such a name in another layer.

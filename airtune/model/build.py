@@ -11,9 +11,9 @@ read.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -21,20 +21,28 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from airtune.model.adapter import add_adapter, load_adapter
+from airtune.model.adapter import AdapterPlan, plan_adapter
 from airtune.model.head import stream_head
 from airtune.model.head_weights import StreamedHead, head_weights
 from airtune.model.layers import find_layers
 from airtune.model.recording import register_containers
+from airtune.model.refusals import refuse_what_needs_weights
+from airtune.model.request import (
+    Place,
+    check_adapter,
+    check_dtype,
+    check_micro_batch_size,
+    choose_attention,
+    choose_place,
+)
 from airtune.model.skeleton import build_skeleton
 from airtune.model.stream import Stream, Visit
-from airtune.sizes import parse_bytes
 from airtune.weights.access import choose_access
 from airtune.weights.budget import SlotBudget
 from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, load_tensor
-from airtune.weights.layout import plan_weights
+from airtune.weights.layout import TensorPlan, plan_weights
 from airtune.weights.reader import ByteReader
 from airtune.weights.residency import Layer, Residency
 
@@ -43,8 +51,6 @@ from airtune.weights.residency import Layer, Residency
 LOSS_BLOCK_NBYTES = 64 * 2**20
 # An adapter's element on the device: itself, its gradient and Adam's two moments, in fp32.
 _TRAINED_NBYTES = 4 * 4
-
-logger = logging.getLogger(__name__)
 
 
 def load(
@@ -81,7 +87,7 @@ def load(
         file_access: "mapped" (on the CPU: weights are used where the file is mapped), "buffered" (read
             through the page cache), "direct" (past it); "auto" measures when the checkpoint is larger than
             memory.
-        attn_implementation: None for sdpa, or eager where the architecture has none.
+        attn_implementation: None (or "auto") for sdpa, or eager where the architecture has none.
         trust_remote_code: run modelling code that the repository brings.
         revision: of a Hub repository.
         poison: fill released memory with NaN, to find use after release.
@@ -90,61 +96,82 @@ def load(
         ValueError: (CheckpointError among others) the request cannot be met; the message says why and what
             to do.
     """
-    if lora is not None and adapter is not None:
-        raise ValueError(
-            "got both lora and adapter: give lora for a fresh adapter, or adapter to use a saved one"
-        )
-    target = _device(device)
+    place = choose_place(device, device_memory, host_memory)
+    check_micro_batch_size(micro_batch_size)
+    check_dtype(dtype)
+    check_adapter(lora, adapter)
+    attention = choose_attention(attn_implementation)
     checkpoint = Checkpoint.open(path, revision=revision, include_code=trust_remote_code)
     model = build_skeleton(
         checkpoint.folder,
         dtype=dtype,
         stored_dtype=_main_dtype(checkpoint),
-        attn_implementation=attn_implementation,
+        attn_implementation=attention,
         trust_remote_code=trust_remote_code,
     )
     model.name_or_path = model.config._name_or_path = str(path)
+    model.requires_grad_(False)
     register_containers()
     layers = find_layers(model)
     plans = plan_weights(model, checkpoint)
-    grouped = [{n: p for n, p in plans.items() if n.startswith(f"{layer}.")} for layer in layers]
-    on_cpu = target.type == "cpu"
-    access = choose_access(checkpoint, on_cpu=on_cpu, requested=file_access)
-    reader, files = ByteReader(direct=access == "direct"), FileMap()
-    residency = Residency(
-        model,
-        [Layer(LayerImage.of(group.values(), map_files=access == "mapped"), group) for group in grouped],
-        reader,
-        files,
-        device=target,
-        cache_nbytes=0 if target.type == "cpu" or host_memory is None else parse_bytes(host_memory),
-        poison=poison,
-    )
-    head = _streamable_head(model)
-    streamed = {name for group in grouped for name in group}
-    for name, plan in plans.items():
-        if name not in streamed and name != head:
-            _set_tensor(model, name, load_tensor(plan, reader, files, model))
-    model.tie_weights()
-    wrapped = _with_adapter(model, list(layers), lora, adapter, adapter_trainable)
-    trained_numel = 0
+    folder = None if adapter is None else Path(adapter)
+    tuning = plan_adapter(model, layers, lora, folder, trainable=adapter_trainable)
+    access = choose_access(checkpoint, on_cpu=place.on_cpu, requested=file_access)
+    with ExitStack() as cleanup:
+        files, reader = FileMap(), cleanup.enter_context(ByteReader(direct=access == "direct"))
+        streamed = _streamed_layers(layers, plans, map_files=access == "mapped")
+        residency = Residency(
+            model,
+            streamed,
+            reader,
+            files,
+            device=place.device,
+            cache_nbytes=place.cache_nbytes,
+            poison=poison,
+        )
+        cleanup.callback(residency.close)
+        budget = _budget(place, residency, len(layers), tuning)
+        head = _streamable_head(model)
+        elsewhere = {name for layer in streamed for name in layer.plans} | {head}
+        for name, plan in plans.items():
+            if name not in elsewhere:
+                _set_tensor(model, name, load_tensor(plan, reader, files, model))
+        model.tie_weights()
+        wrapped = model if tuning is None else tuning.attach(model)
+        _move_adapters(layers, place.device)
+        stream = Stream(model, layers, residency, budget)
+        stream.micro_batch_size = micro_batch_size
+        if head is not None:
+            weights = head_weights(model, plans[head], place.device, reader, files)
+            cleanup.callback(weights.close)
+            stream.observers.append(_before_head(weights))
+            cleanup.callback(stream_head(model, weights, block_bytes=LOSS_BLOCK_NBYTES))
+        cleanup.callback(refuse_what_needs_weights(model, wrapped))
+        stream.on_close(cleanup.pop_all().close)
+    return wrapped
+
+
+def _streamed_layers(
+    layers: Collection[str], plans: Mapping[str, TensorPlan], *, map_files: bool
+) -> list[Layer]:
+    groups = [{name: plan for name, plan in plans.items() if name.startswith(f"{path}.")} for path in layers]
+    return [Layer(LayerImage.of(group.values(), map_files=map_files), group) for group in groups]
+
+
+def _budget(place: Place, residency: Residency, count: int, tuning: AdapterPlan | None) -> SlotBudget:
+    """Raises ValueError if the user's limit does not hold a single layer."""
+    fixed_nbytes = 0 if place.on_cpu or tuning is None else tuning.trained_numel * _TRAINED_NBYTES
+    budget = SlotBudget(count, residency.layer_nbytes, place.nbytes, fixed_nbytes)
+    budget.first()
+    return budget
+
+
+def _move_adapters(layers: Mapping[str, nn.Module], device: torch.device) -> None:
+    """What is real inside the layers goes where they compute."""
     for module in layers.values():
         for parameter in module.parameters():
             if not parameter.is_meta:
-                parameter.data = parameter.data.to(target)
-                trained_numel += parameter.numel() if parameter.requires_grad else 0
-    memory = _memory(target, device_memory, host_memory)
-    fixed_nbytes = 0 if target.type == "cpu" else trained_numel * _TRAINED_NBYTES
-    budget = SlotBudget(len(layers), residency.layer_nbytes, memory, fixed_nbytes)
-    stream = Stream(model, layers, residency, budget)
-    stream.micro_batch_size = micro_batch_size
-    stream.on_close(reader.close)
-    if head is not None:
-        weights = head_weights(model, plans[head], target, reader, files)
-        stream.observers.append(_before_head(weights))
-        stream.on_close(weights.close)
-        stream.on_close(stream_head(model, weights, block_bytes=LOSS_BLOCK_NBYTES))
-    return wrapped
+                parameter.data = parameter.data.to(device)
 
 
 def _before_head(head: StreamedHead) -> Callable[[Visit], None]:
@@ -157,22 +184,6 @@ def _before_head(head: StreamedHead) -> Callable[[Visit], None]:
     return observe
 
 
-def _with_adapter(
-    model: PreTrainedModel,
-    layers: list[str],
-    lora: LoraConfig | None,
-    adapter: str | Path | None,
-    trainable: bool,
-) -> PreTrainedModel | PeftModel:
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if lora is not None:
-        return add_adapter(model, layers, lora)
-    if adapter is not None:
-        return load_adapter(model, Path(adapter), trainable=trainable)
-    return model
-
-
 def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The floating-point dtype that most bytes of the checkpoint are stored in."""
     nbytes: Counter[torch.dtype] = Counter()
@@ -180,23 +191,6 @@ def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
         if stored.dtype.is_floating_point:
             nbytes[stored.dtype] += stored.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else torch.float32
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
-
-
-def _memory(
-    device: torch.device, device_memory: str | int | None, host_memory: str | int | None
-) -> int | None:
-    """Bytes for weights where the layers compute; None when the user leaves it open."""
-    given = host_memory if device.type == "cpu" else device_memory
-    if device.type == "cpu" and device_memory is not None:
-        logger.info("the layers compute on the CPU: device_memory is not used, host_memory is")
-    return None if given is None else parse_bytes(given)
 
 
 def _streamable_head(model: PreTrainedModel) -> str | None:

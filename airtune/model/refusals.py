@@ -18,18 +18,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _MERGE = (
-    "the base weights are streamed and not there to merge into. Save the adapter, and merge it with PEFT on a "
-    "resident model: PeftModel.from_pretrained(base, folder).merge_and_unload()"
+    "the base weights are streamed and not there to merge into. Save the adapter, and merge it with PEFT on "
+    "a resident model: PeftModel.from_pretrained(base, folder).merge_and_unload()"
 )
 _SECOND = (
-    "PEFT creates an adapter beside base weights, and these are streamed and not there. Load the model again, "
-    "with airtune.load(..., lora=...) or airtune.load(..., adapter=folder)"
+    "PEFT creates an adapter beside base weights, and these are streamed and not there. Load the model "
+    "again, with airtune.load(..., lora=...) or airtune.load(..., adapter=folder)"
 )
 _CHECKPOINTING = "streaming recomputes each layer in backward already. Leave it out: it would add nothing"
 
 
 def refuse_what_needs_weights(model: PreTrainedModel, wrapped: nn.Module) -> Callable[[], None]:
-    """Let methods of the streamed `model`, and of the PeftModel around it, raise ValueError. Returns the undo."""
+    """Let methods of the streamed `model` and of the PeftModel around it raise ValueError; returns the undo."""
     undo = ExitStack()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -39,10 +39,8 @@ def refuse_what_needs_weights(model: PreTrainedModel, wrapped: nn.Module) -> Cal
                 undo.callback(_refuse(module, name, _SECOND))
     if isinstance(wrapped, PeftModel):
         undo.callback(_refuse(wrapped, "add_adapter", _SECOND))
-        tuner = wrapped.base_model  # the PeftModel finds its methods here
         for name in ("merge_adapter", "merge_and_unload"):
-            undo.callback(_refuse(tuner, name, _MERGE))
-        undo.callback(_refuse_merging_unload(tuner))
+            undo.callback(_refuse(wrapped.base_model, name, _MERGE))  # where the PeftModel finds them
     return undo.close
 
 
