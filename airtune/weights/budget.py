@@ -54,5 +54,6 @@ class SlotBudget:
         """Slots once a step was seen to take `working_nbytes` besides its slots; at least one."""
         if self.nbytes is None or self.slot_nbytes == 0:
             return self.first()
-        left = self.nbytes - int(working_nbytes * _WORKING_MARGIN)
+        # The first step's peak comes before Adam's moments are there: half of what is fixed.
+        left = self.nbytes - int(working_nbytes * _WORKING_MARGIN) - self.fixed_nbytes // 2
         return max(1, min(self.count, left // self.slot_nbytes))
