@@ -227,6 +227,18 @@ def test_the_model_where_the_adapter_should_be(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_adapter_that_does_not_fit(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = shutil.copytree(home / "adapter", tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file({name.removeprefix("base_model."): tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match="adapter does not fit this model"):
+        airtune.load(home / "base", adapter=adapter, device="cpu")
+    assert train(home, tmp_path / "run", home / "base", adapter__path=adapter) == 1
+    shown = capsys.readouterr()
+    assert f"{adapter} does not fit this model" in shown.err and "Traceback" not in shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
 # --- names of layers ----------------------------------------------------------------------------------------
 
 

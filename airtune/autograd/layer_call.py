@@ -108,13 +108,13 @@ class LayerCall:
         return join.tensors, layout
 
     def _check_shared(self, index: int, made: Sequence[torch.Tensor], join: Join) -> None:
-        """What every micro-batch makes whole must be the same thing each time: a loss of the layer's own is not."""
+        """What each micro-batch makes whole must be the same every time: a loss of the layer's own is not."""
         for tensor, first, batched in zip(made, join.tensors, self.batched, strict=False):
             if index > 0 and not batched and not torch.equal(tensor.detach().to(first.device), first):
                 raise MicroBatchError(
-                    f"{self.name} cannot be run in micro-batches: it returns something for the whole batch (a "
-                    "loss of its own, say) that is another thing for each micro-batch. Set micro_batch_size to "
-                    "None (the whole batch at once)."
+                    f"{self.name} cannot be run in micro-batches: it returns something for the whole batch "
+                    "(a loss of its own, say) that is another thing for each micro-batch. Set "
+                    "micro_batch_size to None (the whole batch at once)."
                 )
 
     def second_run(

@@ -75,6 +75,7 @@ class AdapterPlan:
         """Wrap `model`; parameters in fp32 where the base is half precision."""
         config = self.targets.config
         with _stand_ins(model):
+            wrapped: PeftModel
             if self.folder is None:
                 made = get_peft_model(model, config)
                 assert isinstance(made, PeftModel)

@@ -184,8 +184,8 @@ def _refuse_experts(model: PreTrainedModel, config: LoraConfig) -> None:
         left = f"; left are {sorted(set(targets or ()) - set(named))}"
     if named:
         raise ValueError(
-            f"target_modules name {named}: in models of type {model.config.model_type!r} PEFT takes these for "
-            f"expert parameters, which are not trained. Leave them out of target_modules{left}."
+            f"target_modules name {named}: in models of type {model.config.model_type!r} PEFT takes these "
+            f"for expert parameters, which are not trained. Leave them out of target_modules{left}."
         )
 
 

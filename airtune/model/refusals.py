@@ -29,7 +29,7 @@ _CHECKPOINTING = "streaming recomputes each layer in backward already. Leave it 
 
 
 def refuse_what_needs_weights(model: PreTrainedModel, wrapped: nn.Module) -> Callable[[], None]:
-    """Let methods of the streamed `model` and of the PeftModel around it raise ValueError; returns the undo."""
+    """Let methods of the streamed `model` and of a PeftModel around it raise ValueError. Returns the undo."""
     undo = ExitStack()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -17,6 +17,8 @@ from airtune.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
+# The rest is for what the allocator cannot use in one piece, and for others on the same device.
+_FREE_SHARE = 0.9
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -51,10 +53,22 @@ def choose_place(
         None if size is None else parse_bytes(size) for size in (device_memory, host_memory)
     )
     if chosen.type != "cpu":
-        return Place(chosen, device_nbytes, host_nbytes or 0)
+        return Place(
+            chosen, _free_nbytes(chosen) if device_nbytes is None else device_nbytes, host_nbytes or 0
+        )
     if device_memory is not None:
         logger.info("the layers compute on the CPU: device_memory is not used, host_memory is")
     return Place(chosen, host_nbytes, 0)
+
+
+def _free_nbytes(device: torch.device) -> int | None:
+    """Most of what is free on an accelerator; None where it does not tell."""
+    try:
+        free_nbytes, _ = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):
+        logger.info("%s does not tell how much memory is free: two layers are kept on it at a time", device)
+        return None
+    return int(free_nbytes * _FREE_SHARE)
 
 
 def check_adapter(lora: object, adapter: object) -> None:

@@ -64,6 +64,7 @@ class Stream:
         self._model, self._residency, self._budget = model, residency, budget
         residency.places = budget.first()
         self._settled = False
+        self._working_nbytes = 0
         self._pass: _Pass | None = None
         self._signature = inspect.signature(type(model).forward)
         self._takes_use_cache = any(
@@ -153,6 +154,9 @@ class Stream:
             observer(Visit(direction, index, len(self._layers)))
         with self._residency.visit(index, direction) as held:
             yield held
+        if not self._settled and self.device.type != "cpu":
+            peak = torch.accelerator.max_memory_allocated(self.device)
+            self._working_nbytes = max(self._working_nbytes, peak - self._residency.held_nbytes)
 
     def _enter_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -178,10 +182,7 @@ class Stream:
         if self._settled or not self._residency.has_run_backward:
             return
         self._settled = True
-        working_nbytes = 0
-        if self.device.type != "cpu":
-            working_nbytes = torch.accelerator.max_memory_allocated(self.device) - self._residency.held_nbytes
-        self._residency.places = self._budget.settled(working_nbytes)
+        self._residency.places = self._budget.settled(self._working_nbytes)
 
     def _trains(self) -> bool:
         """Whether gradients are wanted now. Only adapters can have any."""

@@ -3,7 +3,7 @@
     budget >= slots + working memory
 
 One slot holds the largest layer. Working memory (adapters with their gradients and optimizer, activations
-of a micro-batch, the loss) is not guessed from a config: the first step runs on at most two slots, its peak
+of a micro-batch, the loss) is not guessed from a config: the first step runs on one slot or two, its peak
 is measured, and what the budget leaves then becomes further slots, in which layers stay. Two slots overlap
 reading with compute; one works and does not.
 
@@ -48,7 +48,8 @@ class SlotBudget:
                 f"{self.slot_nbytes:,} for the largest layer and {self.fixed_nbytes:,} for adapters and "
                 "their optimizer; raise the limit"
             )
-        return min(2, self.count, (self.nbytes - self.fixed_nbytes) // self.slot_nbytes)
+        # A second slot only where a third would fit as well: the work of the step is not known yet.
+        return min(2 if self.nbytes >= self.fixed_nbytes + 3 * self.slot_nbytes else 1, self.count)
 
     def settled(self, working_nbytes: int) -> int:
         """Slots once a step was seen to take `working_nbytes` besides its slots; at least one."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from transformers.core_model_loading import (
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from airtune.weights.checkpoint import CheckpointError, StoredTensor
+from airtune.weights.header import listed
 
 # A conversion that shatters into more reads than this per source tensor is cheaper as a copy.
 _MAX_PIECES_PER_SOURCE = 4
@@ -130,7 +132,13 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
     wrong_shape = []
     for conversion in conversions:
         sources = {key: stored for key, _, stored in conversion.sources}
-        outputs = conversion.convert({k: _on_meta(s) for k, s in sources.items()}, model)
+        try:
+            outputs = conversion.convert({k: _on_meta(s) for k, s in sources.items()}, model)
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{conversion.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
+                "Check that config.json and the weights belong together."
+            ) from error
         pieces = _trace_pieces(conversion, model) if len({s.dtype for s in sources.values()}) == 1 else {}
         for name, value in outputs.items():
             if name not in wanted:
@@ -173,9 +181,42 @@ def _group_sources(
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((key, pattern or key, checkpoint[key]))
-    return [
-        Conversion(target, tuple(sources), converter) for target, (converter, sources) in groups.items()
-    ], unused
+    for target, (converter, sources) in groups.items():
+        _check_sources(target, converter, [(key, pattern) for key, pattern, _ in sources])
+    made = [Conversion(target, tuple(sources), converter) for target, (converter, sources) in groups.items()]
+    return made, unused
+
+
+def _check_sources(target: str, converter: WeightConverter | None, sources: list[tuple[str, str]]) -> None:
+    """One tensor for one place; and where a list is stacked, every number of it, for every part.
+
+    transformers stacks whatever it finds: a list with a gap would be shifted without a word.
+    """
+    if converter is None:
+        if len(sources) > 1:
+            raise CheckpointError(
+                f"the checkpoint has more than one tensor for {target}: {', '.join(key for key, _ in sources)}"
+            )
+        return
+    numbers: dict[str, dict[int, str]] = {}
+    for key, pattern in sources:
+        if "*" in pattern:
+            found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key)
+            if found is None:
+                return  # a pattern that means more than a number: the shapes must tell
+            numbers.setdefault(pattern, {})[int(found[1])] = key
+    count = 1 + max((number for keys in numbers.values() for number in keys), default=-1)
+    missing = [
+        re.sub(rf"\.{min(keys)}\.", f".{number}.", keys[min(keys)], count=1)
+        for keys in numbers.values()
+        for number in range(count)
+        if number not in keys
+    ]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has {count - len(missing) // len(numbers)} of at least {count} tensors for {target}: "
+            f"missing {listed(missing)}. Check that every shard was downloaded."
+        )
 
 
 def _follow_ties(

@@ -19,6 +19,7 @@ thread; the background thread only carries them out.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -151,6 +152,9 @@ class Residency:
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-weights")
         self._filling: dict[int, Future[tuple[int, int]]] = {}
+        # Autograd may start on another graph while a layer's backward is under way: visits can be nested.
+        self._active: Counter[int] = Counter()
+        self._closed = False
 
     @contextmanager
     def visit(self, index: int, direction: Direction) -> Iterator[object]:
@@ -161,24 +165,30 @@ class Residency:
 
         Raises:
             CheckpointError, OSError: the weights can no longer be read.
+            RuntimeError: after `close`.
         """
+        if self._closed:
+            raise RuntimeError("the stream of this model is closed: its layers have no weights any more")
         self._route.arrive(Stop(index, direction))
         self.has_run_backward |= direction == "backward"
         self.counters.visits += 1
         started = time.perf_counter()
-        slot = self._obtain(index)
-        entered = time.perf_counter()
-        self.counters.stall_s += entered - started
-        self._read_ahead(index)
-        for binding, tensor in zip(self._bindings[index], slot.views[index], strict=True):
-            binding.put(tensor)
+        self._active[index] += 1
         try:
+            slot = self._obtain(index)
+            entered = time.perf_counter()
+            self.counters.stall_s += entered - started
+            self._read_ahead(index)
+            for binding, tensor in zip(self._bindings[index], slot.views[index], strict=True):
+                binding.put(tensor)
             yield (id(slot), slot.fills)
-        finally:
-            for binding in self._bindings[index]:
-                binding.put(binding.placeholder)
             slot.release()
             self.counters.compute_s += time.perf_counter() - entered
+        finally:
+            self._active[index] -= 1
+            if not self._active[index]:
+                for binding in self._bindings[index]:
+                    binding.put(binding.placeholder)
 
     @property
     def held_nbytes(self) -> int:
@@ -187,6 +197,7 @@ class Residency:
 
     def close(self) -> None:
         """Stop the background thread and give the slots back."""
+        self._closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._present.clear()
         self._transport.close()
@@ -196,8 +207,10 @@ class Residency:
         if index in self._present:
             self.counters.cache_hits += 1
         else:
+            droppable = [i for i in self._present if not self._active[i]]
             full = len(self._present) >= self.places
-            self._bring(index, drop=self._route.last_needed(self._present) if full else None)
+            # A visit inside a visit may find every place taken: then, for once, there is one more.
+            self._bring(index, drop=self._route.last_needed(droppable) if full and droppable else None)
         self._wait_filled(index)
         slot = self._present[index]
         slot.acquire()
@@ -214,26 +227,35 @@ class Residency:
             self.counters.bytes_copied += copied
 
     def _read_ahead(self, current: int) -> None:
+        while len(self._present) > self.places:
+            droppable = [i for i in self._present if not self._active[i]]
+            if not droppable:
+                return
+            self._take(self._route.last_needed(droppable))
         if len(self._present) < self.places:
             absent = [i for i in range(len(self._images)) if i not in self._present]
             coming = self._route.first_needed(absent)
             if coming is not None:
                 self._bring(coming, drop=None)
         elif (choice := self._route.replace(self._present, current)) is not None:
-            self._bring(choice[0], drop=choice[1])
+            if not self._active[choice[1]]:
+                self._bring(choice[0], drop=choice[1])
+
+    def _take(self, index: int) -> Slot:
+        """The slot of a layer that is not needed now."""
+        self._wait_filled(index)
+        self._files.release(self._images[index].mapped_ranges())
+        return self._present.pop(index)
 
     def _bring(self, index: int, drop: int | None) -> None:
         """Give `index` a slot (that of `drop`, if it is not None) and start to fill it."""
-        if drop is None:
-            slot = Slot(self._slot_nbytes, self.device)
-        else:
-            self._wait_filled(drop)
-            slot = self._present.pop(drop)
-            self._files.release(self._images[drop].mapped_ranges())
-        self._present[index] = slot
-        slot.fills += 1
-        if index not in slot.views:
-            image, bindings = self._images[index], self._bindings[index]
-            tensors = self._mapped[index] + [region.view(slot.buffer) for region in image.packed]
-            slot.views[index] = [binding.wrap(t) for binding, t in zip(bindings, tensors, strict=True)]
+        # Tensors made in inference mode could not take part in a training step later.
+        with torch.inference_mode(False):
+            slot = self._transport.slot(self._slot_nbytes) if drop is None else self._take(drop)
+            self._present[index] = slot
+            slot.fills += 1
+            if index not in slot.views:
+                image, bindings = self._images[index], self._bindings[index]
+                tensors = self._mapped[index] + [region.view(slot.buffer) for region in image.packed]
+                slot.views[index] = [binding.wrap(t) for binding, t in zip(bindings, tensors, strict=True)]
         self._filling[index] = self._worker.submit(self._transport.fill, index, slot)

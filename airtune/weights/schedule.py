@@ -82,19 +82,23 @@ class Route:
         return never[0] if never else next(reversed(seen))
 
     def replace(self, present: Collection[int], current: int) -> tuple[int, int] | None:
-        """What to read ahead and what to let go for it: (layer to read, layer to drop), or None when
-        nothing is worth it.
+        """What to read ahead and what to let go for it: (layer to read, layer to drop), or None when it is too
+        early.
 
-        The current layer stays, and nothing is dropped for a layer that is needed later than what it
-        replaces.
+        The layer that goes is the one that would go if the read waited until the last moment, so that no read
+        is made that could be saved; but it goes as soon as it is not visited before that moment any more, so
+        that the disk does not wait.
         """
-        candidates = [index for index in present if index != current]
-        if not candidates:
+        future = list(self.ahead())
+        due = next((k for k, stop in enumerate(future) if stop.index not in present), None)
+        if due is None:
             return None
-        drop = self.last_needed(candidates)
-        for stop in self.ahead():
-            if stop.index == drop:
-                return None
-            if stop.index not in present:
-                return stop.index, drop
-        return None
+        before = {current, *(stop.index for stop in future[:due])}
+        visited_then = future[due - 1].index if due else current
+        again = {future[k].index: k for k in range(len(future) - 1, due, -1)}
+        drop = max(
+            (index for index in present if index != visited_then),
+            key=lambda index: (again.get(index, len(future)), index not in before),
+            default=None,
+        )
+        return None if drop is None or drop in before else (future[due].index, drop)

@@ -91,11 +91,18 @@ class Transport:
         poison: bool,
     ) -> None:
         self._images, self._reader, self._files, self._model = images, reader, files, model
-        self._poison = poison
+        self._device, self._poison = device, poison
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._ring: list[_Part] = []
         self._cache: dict[int, torch.Tensor] = {}
         self._cache_nbytes_left = cache_nbytes
+
+    def slot(self, nbytes: int) -> Slot:
+        """A new slot; its memory is given back when it is dropped, once the copies into it are done."""
+        slot = Slot(nbytes, self._device)
+        if self._stream is not None:
+            slot.buffer.record_stream(self._stream)
+        return slot
 
     def fill(self, index: int, slot: Slot) -> tuple[int, int]:
         """Bring layer `index` into `slot`; returns the bytes read and the bytes copied to the device."""
@@ -119,6 +126,8 @@ class Transport:
         return 0 if cached else image.read_nbytes, image.nbytes
 
     def close(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
         self._ring.clear()
         self._cache.clear()
 

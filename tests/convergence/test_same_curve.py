@@ -1,4 +1,4 @@
-"""The same Trainer, the same rows, with the weights streamed and with the weights in memory: the same loss curve."""
+"""The same Trainer and rows, weights streamed or in memory: the same loss curve, the same adapter."""
 
 from __future__ import annotations
 

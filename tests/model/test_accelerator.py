@@ -28,6 +28,12 @@ def on_accelerator(name: str, folder: Path, *, dropout: float = 0.0, **options: 
     return cast(PeftModel, loaded)
 
 
+def keep_places(model: PeftModel, places: int) -> None:
+    """Let the budget not change the number of places after the first step."""
+    stream = airtune.stream_of(model)
+    stream._residency.places, stream._settled = places, True
+
+
 def three_steps(model: PeftModel, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     model.train()
     optimizer = torch.optim.AdamW(adapter(model).values(), lr=1e-3)
@@ -46,8 +52,7 @@ def three_steps(model: PeftModel, batch: dict[str, torch.Tensor]) -> list[dict[s
 def test_gradients(sim: Simulator, tmp_path: Path, places: int, micro_batch_size: int | None) -> None:
     folder, batch = zoo.make("llama", tmp_path, dtype=torch.bfloat16), ragged_batch()
     model = on_accelerator("llama", folder, micro_batch_size=micro_batch_size)
-    stream = airtune.stream_of(model)
-    stream._residency.places = places
+    keep_places(model, places)
     got = three_steps(model, batch)
     want = three_steps(resident("llama", folder), batch)
     for mine, theirs in zip(got, want, strict=True):
@@ -100,6 +105,7 @@ def test_a_step_reads_twice_what_is_not_kept(sim: Simulator, tmp_path: Path) -> 
     """Two places: each turn finds two layers there, so that 2L - 4 layers are read in a step."""
     folder, batch = zoo.make("llama", tmp_path), ragged_batch()
     model = on_accelerator("llama", folder).train()
+    keep_places(model, 2)
     layer_nbytes = airtune.stream_of(model)._residency.layer_nbytes
     # The last read of a step may be under way when the step ends: it counts when it is waited for.
     assert sum(bytes_per_step(model, batch, 5)[1:]) == 4 * (2 * 4 - 4) * layer_nbytes
@@ -131,6 +137,7 @@ def test_a_budget_that_cannot_be_met_says_the_least(sim: Simulator, tmp_path: Pa
 
 def peak_of_a_step(sim: Simulator, folder: Path, rows: int) -> int:
     model = on_accelerator("llama", folder, micro_batch_size=1).train()
+    keep_places(model, 2)
     batch = ragged_batch(rows, 32)
     model(**batch).loss.backward()
     gc.collect()
@@ -148,3 +155,37 @@ def test_the_peak_does_not_grow_with_the_batch(
     folder = zoo.make("llama", tmp_path)
     few, many = peak_of_a_step(sim, folder, 6), peak_of_a_step(sim, folder, 24)
     assert many <= 1.02 * few
+
+
+def test_the_peak_stays_within_any_budget(
+    sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when Adam's moments come after the first step, and when the first step had more places than fit."""
+    monkeypatch.setattr(build, "LOSS_BLOCK_NBYTES", 2**14)
+    folder = zoo.make("llama", tmp_path)
+    for budget in range(1_100_000, 2_000_000, 100_000):
+        gc.collect()
+        sim.reset_peak()
+        start = sim.now()
+        model = on_accelerator("llama", folder, device_memory=budget).train()
+        optimizer = torch.optim.AdamW(adapter(model).values(), foreach=False)
+        for _ in range(3):
+            model(**ragged_batch(1, 12)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sim.peak() - start <= budget
+        airtune.stream_of(model).close()
+        del model, optimizer
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_two_forwards_and_one_backward(sim: Simulator, tmp_path: Path, micro_batch_size: int | None) -> None:
+    """Autograd may start on the second graph inside a layer of the first: visits are nested then."""
+    folder, batch = zoo.make("llama", tmp_path), ragged_batch()
+    other = {**batch, "input_ids": batch["input_ids"].flip(0)}
+    model = on_accelerator("llama", folder, micro_batch_size=micro_batch_size).train()
+    keep_places(model, 1)
+    twin = resident("llama", folder).train()
+    for m in (model, twin):
+        (m(**batch).loss + 2 * m(**other).loss).backward()
+    assert relative_error({n: g.cpu() for n, g in gradients(model).items()}, gradients(twin)) < 1e-5

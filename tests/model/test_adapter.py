@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import airtune
 from airtune.model import build
+from airtune.model.adapter_targets import _excluding
 from airtune.model.layers import find_layers
 from tests import zoo
 from tests.twins import adapter, gradients, ragged_batch, relative_error
@@ -122,10 +126,10 @@ def test_loading_without_an_adapter_draws_nothing(folder: Path) -> None:
 # --- all linear layers of every kind of decoder -------------------------------------------------------------
 
 # PEFT takes names that were once modules of single experts for parameters of the fused ones.
-REFUSED = ("qwen3_moe_mixed", "deepseek_v3")
+REWRITTEN = ("qwen3_moe_mixed", "deepseek_v3")
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.NAMES if name not in REFUSED])
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_all_linear(tmp_path: Path, name: str) -> None:
     zoo.make(name, tmp_path)
     options: dict[str, Any] = {"init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
@@ -145,7 +149,7 @@ def test_all_linear(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT speaks of what it does to experts
-@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in (*REFUSED, "mixtral", "mamba2")])
+@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in (*REWRITTEN, "mixtral", "mamba2")])
 def test_all_linear_is_what_peft_means_by_it_inside_the_decoder(tmp_path: Path, name: str) -> None:
     """mamba2: PEFT refuses it whole, for one projection. mixtral: PEFT adds routers and expert parameters."""
     zoo.make(name, tmp_path)
@@ -159,13 +163,43 @@ def test_all_linear_is_what_peft_means_by_it_inside_the_decoder(tmp_path: Path, 
     assert ours == {target for target in theirs if target.startswith(f"{zoo.ZOO[name].layers}.")}
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
-@pytest.mark.parametrize("targets", ["all-linear", ["o_proj", "gate_proj", "up_proj", "down_proj"]], ids=str)
-@pytest.mark.parametrize("name", REFUSED)
-def test_names_of_experts_are_refused(tmp_path: Path, name: str, targets: str | list[str]) -> None:
-    zoo.make(name, tmp_path)
-    with pytest.raises(ValueError, match=r"expert parameters .* not trained yet\. Leave them out"):
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_all_linear_leaves_out_names_of_experts_and_says_so_once(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = streamed(zoo.make(name, tmp_path), lora(target_modules="all-linear"))
+    assert not {target.rpartition(".")[2] for target in adapted(model)} & {*zoo.TAKEN_FOR_EXPERTS}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "leaves out down_proj, gate_proj, up_proj:" in said and "dense and shared MLPs get no" in said
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+@pytest.mark.parametrize(
+    ("targets", "left"),
+    [
+        (["o_proj", "gate_proj", "up_proj", "down_proj"], r"; left are \['o_proj'\]\."),
+        ([r"model.layers.1.mlp.gate_proj", "o_proj"], r"; left are \['o_proj'\]\."),
+        (r".*\.mlp\..*gate_proj", r"\."),
+    ],
+    ids=["names", "a path", "regular expression"],
+)
+def test_names_of_experts_are_refused_in_the_users_words(
+    tmp_path: Path, name: str, targets: str | list[str], left: str
+) -> None:
+    zoo.make(name, tmp_path, dtype=torch.bfloat16)
+    if name == "deepseek_v3" and isinstance(targets, list):
+        targets = [target.replace("layers.1", "layers.0") for target in targets]  # its dense layer
+    with pytest.raises(ValueError, match=rf"gate_proj'.*expert parameters, .* target_modules{left}") as error:
         streamed(tmp_path, lora(target_modules=targets))
+    assert "gate_up_proj" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_regular_expression_keeps_its_layers_where_peft_makes_names_of_it(
+    tmp_path: Path, name: str
+) -> None:
+    model = streamed(zoo.make(name, tmp_path), lora(target_modules=r".*\.2\..*o_proj"))
+    assert adapted(model) == {"model.layers.2.self_attn.o_proj"}
 
 
 def test_what_peft_cannot_adapt_is_left_out_and_said(
@@ -184,6 +218,38 @@ def test_a_regular_expression_stays_inside_the_decoder(
     model = streamed(zoo.make("qwen3_5__vl", tmp_path), lora(target_modules=r".*(q_proj|linear_fc1)"))
     assert {name.rpartition(".")[2] for name in adapted(model)} == {"q_proj"}
     assert "LoRA leaves out linear_fc1 x" in caplog.text
+
+
+@pytest.mark.parametrize("targets", [r".*(q_proj|lm_head)", ".*"])
+def test_a_regular_expression_that_also_means_the_head(folder: Path, targets: str) -> None:
+    with pytest.raises(ValueError, match=r"match the output projection 'lm_head'.*exclude_modules="):
+        streamed(folder, lora(target_modules=targets))
+
+
+def test_all_linear_without_what_is_excluded(folder: Path) -> None:
+    model = streamed(folder, lora(target_modules="all-linear", exclude_modules=["o_proj"]))
+    assert {name.rpartition(".")[2] for name in adapted(model)} == ALL_LINEAR - {"o_proj"}
+
+
+def test_a_stranger_in_one_layer_excludes_nothing_in_another() -> None:
+    """Layers need not be alike: what routes in one may be a plain projection in the next."""
+    strangers = {"layers.0.gate", "tower.0.gate", "tower.12.gate", "layers.1.head[x]"}
+    pattern = _excluding(["o_proj"], strangers, {"layers.1.gate"})
+    assert all(re.fullmatch(pattern, name) for name in (*strangers, "tower.7.gate", "layers.3.o_proj"))
+    assert not any(re.fullmatch(pattern, name) for name in ("layers.1.gate", "layers.10.gate", "no_proj"))
+
+
+def test_what_peft_adapts_is_compared_with_what_was_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_less(model: nn.Module, config: LoraConfig) -> object:
+        config.target_modules = ["q_proj"]
+        return get_peft_model(cast(PreTrainedModel, model), config)
+
+    monkeypatch.setattr("airtune.model.adapter.get_peft_model", one_less)
+    message = r"4 modules are missing \(first: \['model\.layers\.0\.mlp\.down_proj'\]\) and 0 are too many"
+    with pytest.raises(ValueError, match=message):
+        streamed(folder, lora())
 
 
 def test_what_was_adapted_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,6 +273,10 @@ def test_what_was_adapted_is_said(folder: Path, caplog: pytest.LogCaptureFixture
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 3], [1, 4]]}, "layer_replication"),
+        ({"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"megatron_config": {"a": 1}}, "megatron_config"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -214,6 +284,25 @@ def test_what_needs_the_base_weights_is_refused_by_name(
     folder: Path, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"this LoRA config uses {named}.*needs base weights"):
+        streamed(folder, lora(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": "*["}, r"target_modules '\*\[' is no regular expression"),
+        ({"exclude_modules": "(?i)o_proj"}, r"exclude_modules .* is no regular expression"),
+        ({"rank_pattern": {"q_proj(": 3}}, r"rank_pattern .* is no regular expression"),
+        ({"rank_pattern": {"q_proj": 0}}, "at least 1, got 0"),
+        ({"r": 0}, "at least 1, got 0"),
+        ({"r": "4"}, "at least 1, got '4'"),
+        ({"lora_dropout": 1.5}, "less than 1, got 1.5"),
+        ({"target_modules": [3]}, "target_modules must be names"),
+    ],
+    ids=str,
+)
+def test_a_value_that_peft_trips_over(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         streamed(folder, lora(**options))
 
 
@@ -311,3 +400,78 @@ def test_a_saved_adapter_keeps_its_settings(folder: Path, tmp_path: Path) -> Non
     )
     assert relative_error(adapter(model), adapter(twin)) == 0
     assert relative_error(one_step(model, ragged_batch()), one_step(twin, ragged_batch())) < 1e-5
+
+
+def edit_tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        file = path / "adapter_model.safetensors"
+        save_file({k: v.clone() for k, v in change(load_file(file)).items()}, file)
+
+    return edit
+
+
+def edit_config(**values: object) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        file = path / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+def cut_the_file(path: Path) -> None:
+    file = path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            edit_tensors(lambda held: {k.removeprefix("base_model.model."): v for k, v in held.items()}),
+            r"16 adapter tensors of the model are not in it \(first: \['base_model.*16 of its own",
+        ),
+        (
+            edit_tensors(lambda held: {k: v for k, v in held.items() if "layers.2.self" not in k}),
+            "2 adapter tensors of the model are not in it",
+        ),
+        (
+            edit_tensors(lambda held: held | {k.replace("s.1.", "s.9."): v for k, v in held.items()}),
+            "4 of its own are not in the model",
+        ),
+        (edit_tensors(lambda held: {k: v * float("nan") for k, v in held.items()}), "16 tensors are not fin"),
+        (edit_config(r=4), r"lora_A.weight is \[2, \d+\], not \[4, \d+\]: another rank"),
+        (edit_config(target_modules=["lm_head", "q_proj"]), r"is also on lm_head \(Linear\)"),
+        (edit_config(target_modules=["w1"]), r"\['w1'\].* match nothing in this model|'w1'"),
+        (edit_config(of_tomorrow=True), "uses of_tomorrow, which this version of PEFT does not know"),
+        (lambda path: (path / "adapter_config.json").write_text("{}"), "names no peft_type"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "is not JSON"),
+        (cut_the_file, "not a complete safetensors file"),
+        (lambda path: (path / "adapter_model.safetensors").unlink(), "is no adapter: it lacks"),
+    ],
+    ids=[
+        "wrong prefix", "missing", "extra layers", "NaN", "another rank", "on the head", "other targets",
+        "newer PEFT", "empty config", "broken config", "cut", "no file",
+    ],
+)  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_refused_before_a_weight_is_read(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], None],
+    message: str,
+) -> None:
+    path = saved(folder, tmp_path / "adapter", lora())
+    spoil(path)
+    monkeypatch.setattr(build, "load_tensor", None)
+    with pytest.raises(ValueError, match=message):
+        airtune.load(folder, adapter=path, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "zamba", "qwen3_moe_mixed", "kimi_k25", "qwen4_exp__vl"])
+def test_what_was_saved_here_is_loaded_here(tmp_path: Path, name: str) -> None:
+    base = zoo.make(name, tmp_path / "base")
+    options: dict[str, Any] = {"init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
+    first = streamed(base, lora(target_modules="all-linear", **options))
+    first.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    second = airtune.load(base, adapter=tmp_path / "adapter", device="cpu")
+    assert relative_error(adapter(second), adapter(first)) == 0

@@ -134,6 +134,10 @@ def test_load_refuses_another_rank_other_modules_and_a_cut_file(tmp_path: Path):
     with pytest.raises(AdapterError, match="4 adapter tensors of the model are not in it"):
         load_adapter(tiny_adapter(target_modules=["q_proj", "down_proj", "k_proj"]), tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
+    broken = {key: tensor * float("inf") for key, tensor in load_file(path).items()}
+    save_file(broken, path)
+    with pytest.raises(AdapterError, match="8 of 8 tensors are not finite"):
+        load_adapter(tiny_adapter(), tmp_path / "adapter")
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(AdapterError, match="not a complete safetensors file"):
         load_adapter(tiny_adapter(), tmp_path / "adapter")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 import airtune
 from airtune.model import build
+from airtune.model.head_weights import StreamedHead
+from airtune.model.skeleton import _belongs
 from airtune.weights.checkpoint import Checkpoint
 from tests import zoo
 from tests.twins import adapter, gradients, ragged_batch, relative_error
@@ -267,12 +271,14 @@ def test_a_hub_id_goes_through_the_checkpoint(folder: Path, monkeypatch: pytest.
     assert model.peft_config["default"].base_model_name_or_path == "someone/a-model"
 
 
-@pytest.mark.parametrize("asked", [None, "sdpa", "eager"])
+@pytest.mark.parametrize("asked", [None, "auto", "sdpa", "eager"])
 def test_attention_is_the_same_in_every_part(tmp_path: Path, asked: str | None) -> None:
     zoo.make("qwen3_5__vl", tmp_path)
     model = cast(PreTrainedModel, airtune.load(tmp_path, device="cpu", attn_implementation=asked))
     configs = [model.config, model.config.text_config, model.config.vision_config]
-    assert [config._attn_implementation for config in configs] == [asked or "sdpa"] * 3
+    assert [config._attn_implementation for config in configs] == [
+        "eager" if asked == "eager" else "sdpa"
+    ] * 3
 
 
 def test_attention_without_sdpa_is_eager(tmp_path: Path) -> None:
@@ -304,26 +310,79 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"lora": lora(), "adapter": "somewhere"}, "got both lora and adapter"),
         ({"attn_implementation": "quick"}, r'attn_implementation="quick"'),
+        ({"attn_implementation": "flash_attention_2"}, "'flash_attention_2' needs a package|flash_attn"),
+        ({"attn_implementation": 2}, r"attn_implementation must be .* got 2 \(int\)"),
         ({"dtype": torch.int8}, "torch.int8"),
+        ({"dtype": "bf16"}, r"one of torch\.bfloat16, .* got 'bf16' \(str\)"),
+        ({"device": "gpu"}, r'"auto" or one of \[\'cpu\'.* got \'gpu\''),
+        ({"device": "meta"}, "got 'meta'"),
+        ({"device": 0}, r"got 0 \(int\)"),
+        ({"lora": {"r": 4}}, r"must be a peft\.LoraConfig.* \(dict\)"),
+        ({"lora": IA3Config()}, r"must be a peft\.LoraConfig.* \(IA3Config\)"),
+        ({"adapter": 3}, r"folder of a saved adapter, got 3 \(int\)"),
+        ({"adapter": "nowhere"}, r"nowhere has no adapter_config\.json"),
+        ({"lora": lora(use_dora=True)}, "uses use_dora"),
+        ({"lora": lora(target_modules=["wq"])}, "match no linear layer"),
+        ({"file_access": "quick"}, "got file_access='quick'"),
+        ({"host_memory": "lots"}, "'lots' is not a size"),
+        ({"host_memory": -1}, "must be positive"),
+        ({"host_memory": 1000}, r"limited to 1,000 bytes"),
+        ({"device_memory": "much"}, "'much' is not a size"),
+        *(
+            ({"micro_batch_size": rows}, "micro_batch_size must be at least 1 row")
+            for rows in (0, -1, "2", 1.5, True)
+        ),
     ],
-    ids=["lora and adapter", "attention", "dtype"],
+    ids=str,
 )
 def test_a_wrong_argument(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         airtune.load(folder, **{"device": "cpu"} | options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host_memory": "lots"}, "'lots' is not a size"),
-        ({"host_memory": -1}, "must be positive"),
-        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1 row"),
-    ],
-)
-def test_a_wrong_size(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        airtune.load(folder, device="cpu", **options)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there(folder: Path) -> None:
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        with pytest.raises(ValueError, match=r"'cpu'.* on this machine, got .*cuda"):
+            airtune.load(folder, device=device)
+
+
+@pytest.mark.parametrize("broken", ["stream_head", "Stream", "refuse_what_needs_weights"])
+def test_threads_and_files_end_when_loading_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("half-way")
+
+    def open_files() -> set[str]:
+        gc.collect()  # a mapping ends with the last tensor that looks into it
+        links = Path("/proc/self/fd").iterdir()
+        return {str(link.readlink()) for link in links if link.is_symlink()} & {*map(str, folder.iterdir())}
+
+    before, open_before = set(threading.enumerate()), open_files()
+    monkeypatch.setattr(build, broken, refuse)
+    with pytest.raises(RuntimeError, match="half-way"):
+        airtune.load(folder, lora=lora(), device="cpu", file_access="buffered")
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("airtune")]
+    assert open_files() <= open_before
+
+
+def test_what_reads_is_closed_after_what_asks_for_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    for kind in (build.ByteReader, build.Residency, StreamedHead):
+        close = kind.close
+
+        def noted(self: Any, close: Any = close, name: str = kind.__name__) -> None:
+            closed.append(name)
+            close(self)
+
+        monkeypatch.setattr(kind, "close", noted)
+    model = streamed(folder, file_access="buffered")
+    closed.clear()  # trial readers
+    airtune.stream_of(model).close()
+    assert closed[:3] == ["StreamedHead", "Residency", "ByteReader"]
 
 
 def without_config(folder: Path) -> None:
@@ -348,13 +407,17 @@ REMOTE = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}
         (with_config(architectures=["NewForCausalLM"]), "has no NewForCausalLM. A newer transformers may"),
         (with_config(architectures=["NewForCausalLM"], auto_map=REMOTE), "set trust_remote_code=True"),
         (with_config(is_encoder_decoder=True), "is an encoder-decoder; only decoders are streamed"),
-        (with_config(architectures=["LlamaModel"]), "does not fit LlamaModel.*no place for: lm_head.weight"),
+        (with_config(architectures=["LlamaModel"]), "LlamaModel, which has no output projection"),
+        (with_config(architectures=["Trainer"]), "Trainer, which is no model class"),
+        (with_config(architectures=["LlamaConfig"]), "LlamaConfig, which is no model class"),
+        (with_config(architectures=["GPT2LMHeadModel"]), "which is no model of type 'llama'"),
         (with_config(num_hidden_layers=6), r"without a source in the checkpoint: model\.layers\.4\."),
         (with_config(num_hidden_layers=3), r"no place for: model\.layers\.3\."),
     ],
     ids=[
         "no config", "unknown type", "no architecture", "two architectures", "unknown architecture",
-        "remote code", "encoder-decoder", "no head", "too few layers", "too many layers",
+        "remote code", "encoder-decoder", "no head", "no model", "a config", "another family",
+        "too few layers", "too many layers",
     ],
 )  # fmt: skip
 def test_a_wrong_checkpoint(
@@ -364,6 +427,60 @@ def test_a_wrong_checkpoint(
     change(copy)
     with pytest.raises(ValueError, match=message):
         airtune.load(copy, lora=lora(), device="cpu")
+
+
+def test_a_base_class_of_a_tied_model(tmp_path: Path) -> None:
+    """Every tensor has a place in it."""
+    zoo.make("llama_tied", tmp_path)
+    edit_config(tmp_path, architectures=["LlamaModel"])
+    with pytest.raises(ValueError, match="LlamaModel, which has no output projection"):
+        airtune.load(tmp_path, device="cpu")
+
+
+def test_a_text_decoder_of_a_composite_type_and_a_borrowed_class_belong() -> None:
+    from transformers import Exaone4Config, LlamaConfig, MllamaConfig, MllamaForCausalLM
+
+    assert _belongs(MllamaForCausalLM, MllamaConfig()) and _belongs(LlamaForCausalLM, LlamaConfig())
+    assert not _belongs(LlamaForCausalLM, Exaone4Config())
+
+
+# --- what would go wrong in silence -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda model: model.merge_adapter(), r"merge_adapter .* streamed.*resident model: PeftModel"),
+        (lambda model: model.merge_and_unload(), r"merge_and_unload .* streamed.*resident model: PeftModel"),
+        (lambda model: model.add_adapter("two", lora()), r"add_adapter .* airtune\.load"),
+        (lambda model: model.get_base_model().add_adapter(lora()), r"add_adapter .* airtune\.load"),
+        (lambda model: model.gradient_checkpointing_enable(), "recomputes each layer"),
+        (lambda model: model.activation_checkpointing_enable(), "recomputes each layer"),
+        (lambda model: model.get_base_model().model.gradient_checkpointing_enable(), "recomputes each layer"),
+    ],
+    ids=["merge", "merge and unload", "second", "second, bare", "checkpointing", "by its new name", "inside"],
+)
+def test_what_a_streamed_model_cannot_do_it_refuses(
+    folder: Path, act: Callable[[Any], object], message: str
+) -> None:
+    model = streamed(folder, lora())
+    want = logits(model)
+    with pytest.raises(ValueError, match=message):
+        act(model)
+    assert torch.equal(logits(model), want)
+
+
+def test_a_second_saved_adapter_is_refused_and_its_own_reloads(folder: Path, saved: Path) -> None:
+    model = streamed(folder, lora())
+    with pytest.raises(ValueError, match="add_adapter cannot be used"):
+        model.load_adapter(str(saved), "two")
+    model.load_adapter(str(saved), "default")
+    torch.testing.assert_close(logits(model), logits(airtune.load(folder, adapter=saved, device="cpu")))
+
+
+def test_unloading_leaves_the_streamed_base(folder: Path) -> None:
+    base = streamed(folder, lora()).unload()
+    torch.testing.assert_close(logits(base), logits(resident(folder)))
 
 
 def test_a_refused_request_can_be_corrected(folder: Path) -> None:

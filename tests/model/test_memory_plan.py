@@ -1,6 +1,7 @@
 """The peak on the device is the sum that was planned, and does not depend on the number of layers.
 
-    peak = slots + adapters with gradients and Adam's moments + the larger of (one layer's micro-batch, the loss's block)
+peak = slots + adapters with gradients and Adam's moments
+     + the larger of (one layer's micro-batch, the loss's block)
 """
 
 from __future__ import annotations

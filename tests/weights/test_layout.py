@@ -294,8 +294,36 @@ def test_a_layer_that_lacks_an_expert_is_named(
     mixtral: tuple[PreTrainedModel, Stored], missing: tuple[str, ...]
 ) -> None:
     model, stored = mixtral
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.\w+: \(7, .* \(8, "):
+    with pytest.raises(CheckpointError, match=rf"missing .*{missing[0].rstrip('.')}"):
         plan_weights(model, without(stored, *missing))
+
+
+def test_one_part_of_an_expert_missing_is_named(mixtral: tuple[PreTrainedModel, Stored]) -> None:
+    model, stored = mixtral
+    with pytest.raises(CheckpointError, match=r"missing .*experts\.3\.w1"):
+        plan_weights(model, without(stored, f"{EXPERT}.w1"))
+
+
+def test_numbers_with_a_gap_are_not_closed_up(mixtral: tuple[PreTrainedModel, Stored]) -> None:
+    """Experts 0-2 and 4-8 are eight: the shape fits, and every expert from 3 on would be another one."""
+    model, stored = mixtral
+    moved = {k.replace("experts.3.", "experts.8.") if "layers.1." in k else k: v for k, v in stored.items()}
+    with pytest.raises(CheckpointError, match=r"missing .*experts\.3"):
+        plan_weights(model, moved)
+
+
+def test_all_of_one_part_missing_is_an_error(mixtral: tuple[PreTrainedModel, Stored]) -> None:
+    model, stored = mixtral
+    kept = {k: v for k, v in stored.items() if not ("layers.1." in k and ".w3." in k)}
+    with pytest.raises(CheckpointError, match=r"layers\.1.*cannot be made of"):
+        plan_weights(model, kept)
+
+
+def test_two_tensors_for_one_place_are_an_error(mixtral: tuple[PreTrainedModel, Stored]) -> None:
+    model, stored = mixtral
+    twice = {**stored, Q_PROJ.removeprefix("model."): stored[Q_PROJ]}
+    with pytest.raises(CheckpointError, match="more than one tensor for"):
+        plan_weights(model, twice)
 
 
 def test_an_empty_checkpoint_names_a_few_and_counts_the_rest(mixtral: tuple[PreTrainedModel, Stored]) -> None:

@@ -513,3 +513,48 @@ def test_device_memory_is_the_places_and_no_more(sim: Simulator, make: Callable[
     for _ in range(3):
         streamed.step()
     assert sim.peak() - start == streamed.residency.held_nbytes == 3 * streamed.residency.layer_nbytes
+
+
+@pytest.mark.parametrize("inner", [(2,), (1, 0), (3, 4)])
+def test_a_visit_inside_a_visit(make: Callable[..., Streamed], inner: tuple[int, ...]) -> None:
+    streamed = make(places=2)
+    with streamed.residency.visit(2, "backward"):
+        for index in inner:
+            streamed.visit(index, direction="backward")
+            streamed.residency._worker.submit(lambda: None).result()
+        assert streamed.right(2)
+
+
+def test_a_visit_after_close_is_refused_every_time(make: Callable[..., Streamed]) -> None:
+    streamed = make()
+    streamed.step()
+    streamed.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            streamed.visit(0)
+
+
+def test_closing_waits_for_copies_in_flight(sim: Simulator, tmp_path: Path) -> None:
+    for attempt in range(20):
+        streamed = Streamed(tmp_path / str(attempt), device="sim")
+        streamed.visit(0)  # the copy of 1 is under way
+        streamed.close()
+        del streamed
+        gc.collect()
+
+
+def test_training_after_a_visit_in_inference_mode(make: Callable[..., Streamed]) -> None:
+    streamed = make()
+    with torch.inference_mode():
+        streamed.visit(0, 1)
+    hidden = torch.randn(2, 5, requires_grad=True)
+    with streamed.residency.visit(0, "forward"):
+        (hidden @ streamed.layers[0].matrix).sum().backward()
+
+
+def test_fewer_places_give_memory_back(make: Callable[..., Streamed]) -> None:
+    streamed = make(places=4)
+    streamed.step()
+    streamed.residency.places = 2
+    streamed.step()
+    assert streamed.residency.held_nbytes <= 2 * streamed.residency.layer_nbytes

@@ -199,3 +199,11 @@ def test_memory_of_the_past_does_not_grow() -> None:
     choice = random.Random(0)
     run.run([(choice.randrange(6), "forward") for _ in range(5000)])
     assert len(run.route._follows) <= (2 * 6) ** 2 + 1
+
+
+@pytest.mark.parametrize("places", [4, 6, 9])
+def test_forward_passes_keep_what_fits(places: int) -> None:
+    run = Places(10, places)
+    passes = [run.run(forward(*range(10))) for _ in range(40)]
+    assert sum(late for _, late in passes[2:]) == 0
+    assert sum(reads for reads, _ in passes[20:]) / 20 <= 10 - (places - 2)
