@@ -167,7 +167,7 @@ def _budget(place: Place, residency: Residency, count: int, tuning: AdapterPlan 
 
 
 def _move_what_stays(layers: Mapping[str, nn.Module], device: torch.device) -> None:
-    """What is real inside the layers goes where they compute: adapters, and buffers that are in no checkpoint."""
+    """Adapters, and buffers that are in no checkpoint, go where their layers compute."""
     for layer in layers.values():
         for parameter in layer.parameters():
             if not parameter.is_meta:

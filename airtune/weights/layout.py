@@ -194,28 +194,27 @@ def _check_sources(target: str, converter: WeightConverter | None, sources: list
     """
     if converter is None:
         if len(sources) > 1:
-            raise CheckpointError(
-                f"the checkpoint has more than one tensor for {target}: {', '.join(key for key, _ in sources)}"
-            )
+            keys = ", ".join(key for key, _ in sources)
+            raise CheckpointError(f"the checkpoint has more than one tensor for {target}: {keys}")
         return
-    numbers: dict[str, dict[int, str]] = {}
+    numbers: dict[str, dict[int, str]] = {}  # {pattern: {number: key}}
     for key, pattern in sources:
         if "*" in pattern:
-            found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key)
+            found = _numbered(pattern).search(key)
             if found is None:
                 return  # a pattern that means more than a number: the shapes must tell
             numbers.setdefault(pattern, {})[int(found[1])] = key
     count = 1 + max((number for keys in numbers.values() for number in keys), default=-1)
     missing = [
-        re.sub(rf"\.{min(keys)}\.", f".{number}.", keys[min(keys)], count=1)
-        for keys in numbers.values()
+        _renumbered(keys[min(keys)], pattern, number)
+        for pattern, keys in numbers.items()
         for number in range(count)
         if number not in keys
     ]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has {count - len(missing) // len(numbers)} of at least {count} tensors for {target}: "
-            f"missing {listed(missing)}. Check that every shard was downloaded."
+            f"{target} is made of at least {count} tensors of a kind, and the checkpoint is missing "
+            f"{listed(missing)}. Check that every shard was downloaded."
         )
 
 
@@ -256,6 +255,18 @@ def _check_complete(
             f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}. "
             "Check that config.json and the weights belong together and that every shard was downloaded."
         )
+
+
+def _numbered(pattern: str) -> re.Pattern[str]:
+    """A source pattern, with its `*` as a number."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+
+
+def _renumbered(key: str, pattern: str, number: int) -> str:
+    """The key that is like `key`, with another number in the place of the pattern's `*`."""
+    found = _numbered(pattern).search(key)
+    assert found is not None
+    return key[: found.start(1)] + str(number) + key[found.end(1) :]
 
 
 @dataclass(frozen=True)

@@ -237,9 +237,10 @@ class Residency:
             coming = self._route.first_needed(absent)
             if coming is not None:
                 self._bring(coming, drop=None)
-        elif (choice := self._route.replace(self._present, current)) is not None:
-            if not self._active[choice[1]]:
-                self._bring(choice[0], drop=choice[1])
+            return
+        choice = self._route.replace(self._present, current)
+        if choice is not None and not self._active[choice[1]]:
+            self._bring(choice[0], drop=choice[1])
 
     def _take(self, index: int) -> Slot:
         """The slot of a layer that is not needed now."""

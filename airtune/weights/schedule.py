@@ -6,8 +6,8 @@ order is not assumed but learned: the visit that followed the last two visits th
 again. Before anything was learned, forward counts up and backward counts down.
 
 Knowing what comes, the weights to let go are those needed last (Belady's rule, optimal for a known order).
-With two places for L layers a step then reads 2L - 4 layers: at each of its two turns it finds both places
-already filled.
+With P places for L layers a training step then reads 2L - 2P layers: at each of its two turns it finds all
+places filled with what comes next.
 
 Pure logic: numbers in, numbers out.
 """
@@ -82,8 +82,7 @@ class Route:
         return never[0] if never else next(reversed(seen))
 
     def replace(self, present: Collection[int], current: int) -> tuple[int, int] | None:
-        """What to read ahead and what to let go for it: (layer to read, layer to drop), or None when it is too
-        early.
+        """(layer to read ahead, layer to let go for it), or None when it is too early.
 
         The layer that goes is the one that would go if the read waited until the last moment, so that no read
         is made that could be saved; but it goes as soon as it is not visited before that moment any more, so

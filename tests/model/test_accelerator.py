@@ -160,7 +160,7 @@ def test_the_peak_does_not_grow_with_the_batch(
 def test_the_peak_stays_within_any_budget(
     sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when Adam's moments come after the first step, and when the first step had more places than fit."""
+    """Also when Adam's moments come after the first step."""
     monkeypatch.setattr(build, "LOSS_BLOCK_NBYTES", 2**14)
     folder = zoo.make("llama", tmp_path)
     for budget in range(1_100_000, 2_000_000, 100_000):
