@@ -26,10 +26,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -40,21 +36,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from airtune.weights.checkpoint import CheckpointError, StoredTensor
 from airtune.weights.header import listed
-
-# A conversion that shatters into more reads than this per source tensor is cheaper as a copy.
-_MAX_PIECES_PER_SOURCE = 4
-
-
-@dataclass(frozen=True)
-class Piece:
-    """`nbytes` bytes of a checkpoint tensor, from `offset` in it, that land at `into` in the module
-    tensor.
-    """
-
-    source: StoredTensor
-    offset: int
-    nbytes: int
-    into: int
+from airtune.weights.pieces import Piece, trace_pieces
 
 
 @dataclass(frozen=True)
@@ -139,7 +121,13 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
                 f"{conversion.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
                 "Check that config.json and the weights belong together."
             ) from error
-        pieces = _trace_pieces(conversion, model) if len({s.dtype for s in sources.values()}) == 1 else {}
+        pieces = (
+            trace_pieces(
+                conversion.target, [(p, s) for _, p, s in conversion.sources], conversion.converter, model
+            )
+            if len({s.dtype for s in sources.values()}) == 1
+            else {}
+        )
         for name, value in outputs.items():
             if name not in wanted:
                 unused.append(name)
@@ -267,124 +255,3 @@ def _renumbered(key: str, pattern: str, number: int) -> str:
     found = _numbered(pattern).search(key)
     assert found is not None
     return key[: found.start(1)] + str(number) + key[found.end(1) :]
-
-
-@dataclass(frozen=True)
-class _Virtual:
-    """A tensor that was not computed: its shape, and the pieces of checkpoint tensors that it would
-    consist of.
-    """
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-
-def _trace_pieces(conversion: Conversion, model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """{module tensor name: pieces} when every operation of `conversion` only moves whole runs of bytes;
-    else {}.
-    """
-    itemsize = conversion.sources[0][2].dtype.itemsize
-    patterns: dict[str, list[_Virtual]] = {}
-    for _, pattern, stored in conversion.sources:
-        whole = _Virtual(stored.shape, (Piece(stored, 0, stored.nbytes, 0),))
-        patterns.setdefault(pattern, []).append(whole)
-    if conversion.converter is None:
-        return {conversion.target: next(iter(patterns.values()))[0].pieces}
-    state: dict[str, list[_Virtual]] = patterns
-    for operation in conversion.converter.operations:
-        traced = _trace_operation(operation, state, conversion.converter, itemsize, model)
-        if traced is None:
-            return {}
-        state = traced
-    named = _full_names(conversion, state)
-    most = _MAX_PIECES_PER_SOURCE * len(conversion.sources)
-    return {name: value.pieces for name, value in named.items() if len(value.pieces) <= most}
-
-
-def _full_names(conversion: Conversion, state: dict[str, list[_Virtual]]) -> dict[str, _Virtual]:
-    """Expand target patterns to full names as WeightConverter.convert does."""
-    name = conversion.target.replace("*.", "0.")
-    found = next((pattern for pattern in state if pattern in name), None)
-    if found is None:
-        return {}
-    prefix, _, suffix = name.partition(found)
-    return {prefix + pattern + suffix: values[0] for pattern, values in state.items()}
-
-
-def _trace_operation(
-    operation: ConversionOps,
-    state: dict[str, list[_Virtual]],
-    converter: WeightConverter,
-    itemsize: int,
-    model: PreTrainedModel,
-) -> dict[str, list[_Virtual]] | None:
-    targets = converter.target_patterns
-    if type(operation) is MergeModulelist and operation.dim == 0:
-        return {
-            operation.get_target_pattern(len(state), pattern, targets): [_stack(values, itemsize)]
-            for pattern, values in state.items()
-        }
-    if type(operation) is Concatenate and len(targets) == 1:
-        ordered = [value for p in converter.source_patterns for value in state.get(p, [])]
-        joined = _concatenate(ordered, operation.dim % len(ordered[0].shape), itemsize)
-        return None if joined is None else {targets[0]: [joined]}
-    if type(operation) is Chunk and operation.dim == 0 and len(state) == 1:
-        names = operation.get_target_patterns(targets, config=model.config)
-        return _chunk(next(iter(state.values()))[0], names, itemsize)
-    return None
-
-
-def _stack(values: Sequence[_Virtual], itemsize: int) -> _Virtual:
-    step = values[0].count * itemsize
-    moved = [_shift(piece, index * step) for index, value in enumerate(values) for piece in value.pieces]
-    return _Virtual((len(values), *values[0].shape), tuple(moved))
-
-
-def _concatenate(values: Sequence[_Virtual], dim: int, itemsize: int) -> _Virtual | None:
-    outer = math.prod(values[0].shape[:dim])
-    if outer > _MAX_PIECES_PER_SOURCE * sum(len(value.pieces) for value in values):
-        return None
-    widths = [math.prod(value.shape[dim:]) * itemsize for value in values]
-    moved = []
-    for index in range(outer):
-        start = index * sum(widths)
-        for value, width in zip(values, widths, strict=True):
-            moved += [
-                _shift(piece, start) for piece in _cut(value.pieces, index * width, (index + 1) * width)
-            ]
-            start += width
-    shape = list(values[0].shape)
-    shape[dim] = sum(value.shape[dim] for value in values)
-    return _Virtual(tuple(shape), tuple(moved))
-
-
-def _chunk(value: _Virtual, names: Sequence[str], itemsize: int) -> dict[str, list[_Virtual]] | None:
-    if value.shape[0] % len(names):
-        return None
-    rows = value.shape[0] // len(names)
-    width = value.count // len(names) * itemsize
-    shape = (rows, *value.shape[1:])
-    return {
-        name: [_Virtual(shape, _cut(value.pieces, i * width, (i + 1) * width))]
-        for i, name in enumerate(names)
-    }
-
-
-def _shift(piece: Piece, by: int) -> Piece:
-    return Piece(piece.source, piece.offset, piece.nbytes, piece.into + by)
-
-
-def _cut(pieces: Iterable[Piece], start: int, end: int) -> tuple[Piece, ...]:
-    """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins at
-    `start`.
-    """
-    kept = []
-    for piece in pieces:
-        lo, hi = max(start, piece.into), min(end, piece.into + piece.nbytes)
-        if lo < hi:
-            kept.append(Piece(piece.source, piece.offset + lo - piece.into, hi - lo, lo - start))
-    return tuple(kept)

@@ -24,7 +24,8 @@ from airtune.weights.image import (
     load_tensor,
     view_stored,
 )
-from airtune.weights.layout import Conversion, Piece, TensorPlan, plan_weights
+from airtune.weights.layout import Conversion, TensorPlan, plan_weights
+from airtune.weights.pieces import Piece
 from airtune.weights.reader import ByteReader
 from tests import zoo
 

@@ -25,7 +25,8 @@ from airtune.model.skeleton import build_skeleton
 from airtune.weights.checkpoint import Checkpoint, CheckpointError, StoredTensor
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import load_tensor
-from airtune.weights.layout import Conversion, TensorPlan, _trace_pieces, plan_weights
+from airtune.weights.layout import Conversion, TensorPlan, plan_weights
+from airtune.weights.pieces import trace_pieces
 from airtune.weights.reader import ByteReader
 from tests import zoo
 
@@ -184,7 +185,7 @@ def test_pieces_are_what_the_converter_makes(case: str) -> None:
     made = conversion(converter.target_patterns[0], converter, sources)
     tensors = {key: torch.randn(shape) for key, _, _ in made.sources}
     wanted = made.convert(tensors, MODEL)
-    traced = _trace_pieces(made, MODEL)
+    traced = trace_pieces(made.target, [(p, s) for _, p, s in made.sources], made.converter, MODEL)
     assert (traced.keys() == wanted.keys()) if moves_bytes else traced == {}
     for name, pieces in traced.items():
         moved = torch.full((wanted[name].numel(),), torch.nan)

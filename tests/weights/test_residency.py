@@ -27,7 +27,8 @@ from airtune.weights import transport
 from airtune.weights.checkpoint import Checkpoint, CheckpointError, StoredTensor
 from airtune.weights.file_map import FileMap, FileRange
 from airtune.weights.image import LayerImage
-from airtune.weights.layout import Conversion, Piece, TensorPlan
+from airtune.weights.layout import Conversion, TensorPlan
+from airtune.weights.pieces import Piece
 from airtune.weights.reader import ByteReader
 from airtune.weights.residency import Layer, Residency
 from airtune.weights.schedule import Direction
