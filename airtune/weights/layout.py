@@ -121,13 +121,7 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
                 f"{conversion.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
                 "Check that config.json and the weights belong together."
             ) from error
-        pieces = (
-            trace_pieces(
-                conversion.target, [(p, s) for _, p, s in conversion.sources], conversion.converter, model
-            )
-            if len({s.dtype for s in sources.values()}) == 1
-            else {}
-        )
+        pieces = _pieces(conversion, model)
         for name, value in outputs.items():
             if name not in wanted:
                 unused.append(name)
@@ -143,6 +137,13 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
         for name, tensor in wanted.items()
         if name in made
     }
+
+
+def _pieces(conversion: Conversion, model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+    sources = [(pattern, stored) for _, pattern, stored in conversion.sources]
+    if len({stored.dtype for _, stored in sources}) > 1:
+        return {}
+    return trace_pieces(conversion.target, sources, conversion.converter, model)
 
 
 def _on_meta(stored: StoredTensor) -> torch.Tensor:
