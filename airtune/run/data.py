@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from airtune.run.encode import Encoded, Encoder
 from airtune.run.rows import Row, load_rows
-from airtune.run.scripts import ScriptWriter
+from airtune.run.texts import ScriptWriter
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from airtune.run.chat import ChatRenderer, Message, Span, checked_messages, resolve_template
-from airtune.run.scripts import Script
+from airtune.run.texts import Script
 
 
 @dataclass(frozen=True, slots=True)
