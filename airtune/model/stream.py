@@ -165,8 +165,8 @@ class Stream:
         given = {**given.get("kwargs", {}), **given}
         batch = given.get("input_ids")
         batch = given.get("inputs_embeds") if batch is None else batch
-        self._settle()
         self._pass = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, self._trains())
+        self._settle(generates=not self._pass.trains and given.get("labels") is None)
         caches = [value for value in given.values() if isinstance(value, Cache)]
         # Some models keep their state on themselves rather than in a cache object; and whoever wants a loss
         # wants no cache, which would keep the batch from being split.
@@ -175,14 +175,18 @@ class Stream:
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
-    def _settle(self) -> None:
-        """After the first training step: its peak is known, and what the budget leaves becomes places for
-        layers.
+    def _settle(self, *, generates: bool) -> None:
+        """Choose how many layers may be there at once, for the pass that begins.
+
+        After the first training step its peak is known, and what the budget leaves becomes places for layers.
+        Mapped layers cost no memory that the kernel could not take back: unless the user limits them they
+        stay while tokens are generated, where each token would map them all again.
         """
-        if self._settled or not self._residency.has_run_backward:
-            return
-        self._settled = True
-        self._residency.places = self._budget.settled(self._working_nbytes)
+        if self._budget.nbytes is None and self._residency.only_mapped:
+            self._residency.places = len(self._layers) if generates else self._budget.first()
+        elif not self._settled and self._residency.has_run_backward:
+            self._settled = True
+            self._residency.places = self._budget.settled(self._working_nbytes)
 
     def _trains(self) -> bool:
         """Whether gradients are wanted now. Only adapters can have any."""

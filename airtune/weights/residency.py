@@ -191,6 +191,11 @@ class Residency:
                     binding.put(binding.placeholder)
 
     @property
+    def only_mapped(self) -> bool:
+        """Whether layers are nothing but views of the mapped file: those that wait take no memory of ours."""
+        return self._slot_nbytes == 0
+
+    @property
     def held_nbytes(self) -> int:
         """Device memory of the slots in use."""
         return self._slot_nbytes * len(self._present)

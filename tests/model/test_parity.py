@@ -248,3 +248,14 @@ def test_base_weights_cannot_be_trained(tmp_path: Path) -> None:
     model.requires_grad_(True)
     with pytest.raises(ValueError, match="streamed and stay frozen"):
         model(**ragged_batch())
+
+
+def test_mapped_layers_stay_while_tokens_are_generated(tmp_path: Path) -> None:
+    """And are given back for training, unless a limit says otherwise."""
+    folder = zoo.make("llama", tmp_path)
+    model, limited = streamed("llama", folder), streamed("llama", folder, host_memory="300kB")
+    for each, places in ((model, 4), (limited, 1)):
+        each.eval().generate(input_ids=zoo.random_ids(1, 4), max_new_tokens=2, pad_token_id=0)
+        assert len(airtune.stream_of(each)._residency._present) == places
+    model.train()(**ragged_batch()).loss.backward()
+    assert len(airtune.stream_of(model)._residency._present) == 2
