@@ -66,8 +66,11 @@ def write_adapter(model: PeftModel, folder: Path, *, trained: bool) -> None:
     tensors = adapter_tensors(model)
     _check_tensors(tensors, trained=trained)
     on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(on_host, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    weights = folder / SAFETENSORS_WEIGHTS_NAME
+    save_file(on_host, weights, metadata={"format": "pt"})
     _saved_config(model).save_pretrained(str(folder))
+    # safetensors makes a file for its owner alone; a server that runs as another user must read it too.
+    weights.chmod((folder / CONFIG_NAME).stat().st_mode)
     _check_equal(read_adapter(folder), on_host, folder)
 
 

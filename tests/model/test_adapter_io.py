@@ -48,6 +48,13 @@ def test_peft_loads_what_we_save_and_answers_the_same(tmp_path: Path):
     assert model.peft_config["default"].inference_mode is False
 
 
+def test_whoever_reads_the_config_reads_the_weights(tmp_path: Path):
+    """A server often runs as another user."""
+    save_adapter(trained(tiny_adapter()), tmp_path / "adapter", trained=True)
+    modes = {path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}
+    assert len(modes) == 1
+
+
 def test_file_equals_what_peft_itself_saves(tmp_path: Path):
     model = trained(tiny_adapter())
     save_adapter(model, tmp_path / "ours", trained=True)
