@@ -65,7 +65,7 @@ def _free_nbytes(device: torch.device) -> int | None:
     """Most of what is free on an accelerator; None where it does not tell."""
     try:
         free_nbytes, _ = torch.accelerator.get_memory_info(device)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # also NotImplementedError
         logger.info("%s does not tell how much memory is free: two layers are kept on it at a time", device)
         return None
     return int(free_nbytes * _FREE_SHARE)
