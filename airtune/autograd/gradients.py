@@ -97,7 +97,7 @@ class Gradients:
         self._needed = [i for i, need in zip(arguments.tensors, needed, strict=False) if need]
         # Room for everything that outlives the graph is taken before the graph is made. Allocated in the
         # middle of it, as autograd does, these tensors stay scattered over the heap when the graph is gone
-        # and keep it from shrinking: 400 MB in a step of a 0.6B model.
+        # and keep it from shrinking.
         self._room_of_inputs = {i: self._like_input(inputs[i]) for i in self._needed}
         self._room_of_parameters = _adjacent([trainable.parameter for trainable in parameters])
         self._of_inputs: dict[int, torch.Tensor] = {}

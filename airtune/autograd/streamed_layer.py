@@ -5,8 +5,9 @@
 Forward runs the layer and keeps its inputs alone; backward visits it again, recomputes it with gradients and
 returns them. So between the two visits the weights can be anywhere, and the memory of one layer's graph is
 enough for any depth: at hidden size 5120 and 64 layers in bf16, 512 tokens leave 64 x 5.2 MB of inputs behind
-instead of 64 x ~250 MB of activations. The price is one more forward: 4 units of compute where a resident
-model spends 3 (LoRA needs no weight gradients), the same as ordinary gradient checkpointing.
+instead of 64 graphs of 280 to 520 MB (`scripts/measure_device_memory.py`). The price is one more forward: 4
+units of compute where a resident model spends 3 (LoRA needs no weight gradients), the same as ordinary
+gradient checkpointing.
 
 The gradients of adapters are outputs of backward like any other, never written to `.grad`: hooks, clipping,
 accumulation and reduction behave as everywhere else.

@@ -46,7 +46,7 @@ class Counters:
         bytes_copied: from the host to the device.
         stall_s: time that visits waited for weights.
         compute_s: time inside visits.
-        visits: how many there were; `cache_hits` of them found their layer on the device already.
+        visits: how many there were; `cache_hits` of them found their layer there, or on its way.
     """
 
     bytes_read: int = 0
@@ -181,9 +181,11 @@ class Residency:
             self._read_ahead(index)
             for binding, tensor in zip(self._bindings[index], slot.views[index], strict=True):
                 binding.put(tensor)
-            yield (id(slot), slot.fills)
-            slot.release()
-            self.counters.compute_s += time.perf_counter() - entered
+            try:
+                yield (id(slot), slot.fills)
+            finally:
+                slot.release()  # also after an error: what was queued until then still reads the slot
+                self.counters.compute_s += time.perf_counter() - entered
         finally:
             self._active[index] -= 1
             if not self._active[index]:
