@@ -25,8 +25,8 @@ import torch
 
 from airtune.weights.header import CheckpointError, StoredTensor
 
-# Reads pages and maps them, in the thread that asks (Linux 5.14), so that they are not faulted in one by one in
-# the middle of a matrix product. Python has no name for it yet.
+# Reads pages and maps them, in the thread that asks (Linux 5.14), so that they are not faulted in one by one
+# in the middle of a matrix product. Python has no name for it yet.
 _MADV_POPULATE_READ = 22
 # The address space is locked against new mappings meanwhile, and large tensors are mappings: in small bites.
 _POPULATE_NBYTES = 2 * 2**20
