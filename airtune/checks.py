@@ -3,9 +3,7 @@
 Hydra's own checks let much through: `+adapter.rr=8` is added without a word, `clip=None` becomes the text
 "None", a missing `???` fails only when it is read, and what does fail is reported one at a time. So the
 composed configuration is taken as plain data and read against the type hints here: unknown keys come with
-the closest known one, missing values all at once. `trainer:` is read the same way against the hints of
-`TrainingArguments`, which the caller brings: importing transformers takes seconds, and a misspelt key
-should not.
+the closest known one, missing values all at once.
 """
 
 from __future__ import annotations
@@ -17,53 +15,15 @@ from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from airtune.config import ConfigError
+from airtune.groups import Keys
 
 T = TypeVar("T")
 MISSING = "???"
+ISOLATION = "rows would see one another; raise per_device_train_batch_size instead"
 
-# Fields of TrainingArguments that a key of ours sets; two places for one value would contradict each other.
-_SET_ELSEWHERE = {
-    "output_dir": "output_dir",
-    "seed": "seed",
-    "resume_from_checkpoint": "resume=true",
-    "run_name": "tracking.run_name",
-    "project": "tracking.project",
-    "report_to": "tracking.wandb=true",
-    "use_cpu": "stream.device=cpu",
-    "hub_token": "the environment variable HF_TOKEN (secrets stay out of configurations)",
-}
 
-_RECOMPUTED = "streaming already recomputes each layer in backward; leave it out"
-_DTYPE = "set model.dtype for the base; adapters and optimizer are fp32"
-_SHARDING = "layers are streamed, not sharded; leave it out"
-_KERNELS = "it replaces forwards that streaming wraps; leave it out"
-_ISOLATION = "rows would see one another; raise per_device_train_batch_size instead"
-
-# Fields that streaming cannot honour, refused when they are switched on.
-_REFUSED = {
-    "gradient_checkpointing": _RECOMPUTED,
-    "gradient_checkpointing_kwargs": _RECOMPUTED,
-    "activation_checkpointing": _RECOMPUTED,
-    "activation_checkpointing_kwargs": _RECOMPUTED,
-    "bf16": _DTYPE,
-    "fp16": _DTYPE,
-    "bf16_full_eval": _DTYPE,
-    "fp16_full_eval": _DTYPE,
-    "deepspeed": _SHARDING,
-    "fsdp": _SHARDING,
-    "fsdp_config": _SHARDING,
-    "parallelism_config": _SHARDING,
-    "torch_compile": _KERNELS,
-    "torch_compile_backend": _KERNELS,
-    "torch_compile_mode": _KERNELS,
-    "use_liger_kernel": _KERNELS,
-    "liger_kernel_config": _KERNELS,
-    "packing": _ISOLATION,
-    "padding_free": _ISOLATION,
-    "use_cache": "a cache that reaches a recomputed layer makes its gradients wrong; leave it out",
-    "auto_find_batch_size": "set stream.device_memory and stream.micro_batch_size, which bound memory",
-}
+class ConfigError(ValueError):
+    """A mistake in the user's configuration; its text is complete and is shown without a traceback."""
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, object]) -> T:
@@ -83,35 +43,17 @@ def from_mapping(cls: type[T], mapping: Mapping[str, object]) -> T:
     return _built(cls, mapping)
 
 
-def check_trainer_keys(trainer: Mapping[str, object], fields: Mapping[str, object]) -> None:
-    """Check the keys and values of `trainer:` against the real fields of `TrainingArguments`.
-
-    Args:
-        trainer: field name -> value, as in `Config.trainer`.
-        fields: field name -> type hint. With `hints = typing.get_type_hints(TrainingArguments)` that is
-            `{f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}`.
-
-    Raises:
-        ConfigError: with a line for each unknown, refused or wrongly typed key.
-    """
-    problems = refused_trainer_keys(trainer)
-    for key, value in trainer.items():
-        if key in fields:
-            problems += _type_problem(f"trainer.{key}", value, fields[key])
-        elif key not in _REFUSED:
-            problems.append(unknown(key, fields, prefix="trainer."))
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def refused_trainer_keys(trainer: Mapping[str, object]) -> list[str]:
-    """A line for each key of `trainer:` that another key sets or that streaming cannot honour, by name."""
-    elsewhere = [
-        f"trainer.{key}: set {_SET_ELSEWHERE[key]} instead" for key in trainer if key in _SET_ELSEWHERE
+def contradictions(config: Keys, prefix: str = "") -> list[str]:
+    """One line for each value that its type allows and sense does not; empty when all is well."""
+    lines = [
+        f"{prefix}{key}: expected {expected}, got {_value_at(config, key)!r}"
+        for holds, key, expected in config.rules()
+        if not holds
     ]
-    # `false`, null and "" ask for nothing, so a recipe may say them aloud.
-    asked = [key for key, value in trainer.items() if key in _REFUSED and value]
-    return elsewhere + [f"trainer.{key} cannot be used with streaming: {_REFUSED[key]}" for key in asked]
+    for name, value in vars(config).items():
+        if isinstance(value, Keys):
+            lines += contradictions(value, f"{prefix}{name}.")
+    return lines
 
 
 def none_texts(value: object, path: str = "") -> list[str]:
@@ -138,10 +80,16 @@ def unknown(name: str, known: Iterable[str], what: str = "key", prefix: str = ""
     return f"unknown {what} {prefix + name!r}; {hint}"
 
 
+def _value_at(config: object, key: str) -> object:
+    name, _, rest = key.partition(".")
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name)
+    return _value_at(value, rest) if rest else value
+
+
 def _inspect(cls: type, mapping: Mapping[str, object], prefix: str = "") -> tuple[list[str], list[str]]:
     """(a line for each unknown key or wrong type, the paths of missing values)."""
     hints = get_type_hints(cls)
-    problems = [unknown(key, hints, prefix=prefix) for key in mapping if key not in hints]
+    problems = [_unknown_key(key, hints, prefix) for key in mapping if key not in hints]
     missing: list[str] = []
     for name, hint in hints.items():
         path, value = prefix + name, mapping.get(name, MISSING)
@@ -151,8 +99,14 @@ def _inspect(cls: type, mapping: Mapping[str, object], prefix: str = "") -> tupl
         elif value == MISSING:
             missing.append(path)
         else:
-            problems += _type_problem(path, _widened(value, hint), hint)
+            problems += type_problem(path, _widened(value, hint), hint)
     return problems, missing
+
+
+def _unknown_key(key: str, known: Iterable[str], prefix: str) -> str:
+    if prefix + key == "data.packing":
+        return f"data.packing cannot be used with streaming: {ISOLATION}"
+    return unknown(key, known, prefix=prefix)
 
 
 def _built(cls: type[T], mapping: Mapping[str, object]) -> T:
@@ -173,12 +127,13 @@ def _widened(value: object, hint: object) -> object:
         return [value]
     if isinstance(value, int) and not isinstance(value, bool) and str in choices:
         return str(value)
-    if isinstance(value, int) and not isinstance(value, bool) and hint is float:
+    if isinstance(value, int) and not isinstance(value, bool) and float in choices and int not in choices:
         return float(value)
     return value
 
 
-def _type_problem(path: str, value: object, hint: object) -> list[str]:
+def type_problem(path: str, value: object, hint: object) -> list[str]:
+    """A line when `value` is no `hint`, else none."""
     choices = _members(hint)
     if any(_fits(value, choice) for choice in choices) and not _outside_enum(value, choices):
         return []
@@ -206,6 +161,11 @@ def _fits(value: object, hint: object) -> bool:
         return value in get_args(hint)
     if origin is list:
         return isinstance(value, list) and all(_item_fits(item, hint) for item in value)
+    if origin is dict and get_args(hint):
+        key_hint, item_hint = get_args(hint)
+        return isinstance(value, dict) and all(
+            _fits(key, key_hint) and _fits(item, item_hint) for key, item in value.items()
+        )
     if isinstance(value, bool):
         return hint is bool
     if hint is float:
@@ -262,5 +222,7 @@ def _described(hint: object) -> str:
         return f"one of {', '.join(map(str, words))}"
     if get_origin(hint) is list and get_args(hint):
         return f"a list of {_described(get_args(hint)[0])}"
+    if get_origin(hint) is dict and get_args(hint):
+        return f"a mapping from {' to '.join(_described(part) for part in get_args(hint))}"
     origin = get_origin(hint) or hint
     return "a group of keys" if is_dataclass(origin) else _NAMES.get(origin, str(origin))

@@ -1,4 +1,4 @@
-"""Command line + `conf/*.yaml` + recipe -> one `Config` of plain values, or one clear message.
+"""Command line + `conf/*.yaml` + recipe -> the configuration of one command, or one clear message.
 
 Hydra composes: groups, recipes and its value syntax are its own. Three of its habits are kept out. It needs
 `+` to set a key that the defaults do not list, which a W&B sweep cannot write: here every `group.key=value`
@@ -6,19 +6,20 @@ is handed on as "set or add", and `checks` says afterwards what is unknown. It m
 log files: the compose interface does neither. And it lets a misspelt or misplaced recipe pass: recipes are
 looked up first, and one that composed into a key named `recipe` is refused.
 
-Relative paths mean the directory in which the command was typed. From a checkout and from an installed
-wheel, `${airtune:recipes}` is the folder of the recipes and `${airtune:cache}` that of small downloads
-(AIRTUNE_CACHE).
+Prose (`prompt=What's two, plus two?`) does not go through Hydra, whose syntax would want most of it quoted. A
+group with a single key is set by its name: `adapter=FOLDER` is `adapter.path=FOLDER` where a command has no
+more to say about adapters. From a checkout and from an installed wheel, `${airtune:recipes}` is the folder of
+the recipes and `${airtune:cache}` that of small downloads (AIRTUNE_CACHE).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
+from typing import TypeVar, get_type_hints
 
 import yaml
 from hydra import compose as hydra_compose
@@ -29,10 +30,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from airtune.checks import from_mapping, none_texts, refused_trainer_keys, unknown
-from airtune.config import Config, ConfigError, contradictions
-from airtune.sizes import parse_bytes
+from airtune.checks import (
+    ConfigError,
+    contradictions,
+    from_mapping,
+    none_texts,
+    unknown,
+)
+from airtune.config import COMMANDS, TrainConfig
+from airtune.foreign_keys import without_foreign
+from airtune.groups import Keys
+from airtune.kinds import bad_sizes, prose_keys, with_absolute_paths
+from airtune.trainer_keys import refused_trainer_keys
 
+C = TypeVar("C", bound=Keys)
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -47,12 +58,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("AIRTUNE_CACHE") or "~/.cache/airtune").expanduser().absolute()
 
 
-def compose(argv: Sequence[str], config_name: str = "train", config_dir: str | None = None) -> Config:
+def compose(argv: Sequence[str], schema: type[C], config_dir: str | None = None) -> C:
     """The configuration that `argv` asks for.
 
     Args:
         argv: `key=value` words in Hydra's syntax and `+recipe=NAME`, without the program's name.
-        config_name: the file of defaults in `conf/`.
+        schema: of the command, one of `config.COMMANDS`; its defaults are `conf/COMMAND.yaml`.
         config_dir: a further folder of groups, searched too: `recipe/mine.yaml` in it is `+recipe=mine`.
 
     Returns:
@@ -61,22 +72,21 @@ def compose(argv: Sequence[str], config_name: str = "train", config_dir: str | N
     Raises:
         ConfigError: with one line for each mistake.
     """
+    command = command_of(schema)
     folders = [conf_folder()] + ([_existing_folder(config_dir)] if config_dir else [])
-    words = [_hydra_word(word, folders) for word in argv]
+    prose, rest = _split_prose(argv, prose_keys(schema))
+    words = [hydra for word in rest for hydra in _hydra_words(word, schema, folders)]
     if config_dir:
         words.append(f"hydra.searchpath=[{_quoted(str(folders[1]))}]")
-    mapping = _composed(words, config_name)
-    lines = none_texts(mapping)
-    if lines:
-        raise ConfigError("\n".join(lines))
-    config = _with_absolute_paths(_with_evaluation(from_mapping(Config, mapping)))
-    lines = refused_trainer_keys(config.trainer) + contradictions(config) + _bad_sizes(config)
-    if lines:
-        raise ConfigError("\n".join(lines))
+    mapping, lines = without_foreign(_composed(words, command), command, typed=map(_key, words))
+    _raise_any(lines + none_texts(mapping))
+    config = with_absolute_paths(from_mapping(schema, mapping | prose)).completed()
+    lines = refused_trainer_keys(config.trainer) if isinstance(config, TrainConfig) else []
+    _raise_any(lines + contradictions(config) + bad_sizes(config))
     return config
 
 
-def from_command_line(argv: Sequence[str] | None = None, config_name: str = "train") -> Config:
+def from_command_line(argv: Sequence[str] | None, schema: type[C]) -> C:
     """`compose` for an entry point: shows `--help`, takes `--config-dir DIR`, and says what is wrong.
 
     Raises:
@@ -84,17 +94,24 @@ def from_command_line(argv: Sequence[str] | None = None, config_name: str = "tra
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
-        sys.stdout.write(help_text(config_name))
+        from airtune.usage import help_text
+
+        sys.stdout.write(help_text(command_of(schema)))
         raise SystemExit(0)
     try:
         config_dir = _take_option(words, "--config-dir")
-        return compose(words, config_name, config_dir)
+        return compose(words, schema, config_dir)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
 
 
-def resolved_yaml(config: Config) -> str:
+def command_of(schema: type[Keys]) -> str:
+    """The name of the command whose keys are `schema`."""
+    return next(name for name, known in COMMANDS.items() if known is schema)
+
+
+def resolved_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML, for the run's folder. `compose` refuses the keys that hold secrets."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=110)
 
@@ -102,22 +119,6 @@ def resolved_yaml(config: Config) -> str:
 def recipe_names(folders: Sequence[Path] | None = None) -> list[str]:
     """The names that `+recipe=` knows."""
     return _options("recipe", folders or [conf_folder()])
-
-
-def help_text(config_name: str = "train") -> str:
-    """How to call the entry point, the recipes, and every key with its default and comment."""
-    folder = conf_folder()
-    groups = sorted(path.name for path in folder.iterdir() if (path / "default.yaml").is_file())
-    parts = [
-        f"python -m airtune.{config_name} +recipe=NAME [key=value ...] [--config-dir DIR]\n",
-        "recipes: " + ", ".join(recipe_names()),
-        "your own: DIR/recipe/NAME.yaml, first line `# @package _global_`\n",
-        (folder / f"{config_name}.yaml").read_text(encoding="utf-8"),
-    ]
-    for group in groups:
-        text = (folder / group / "default.yaml").read_text(encoding="utf-8")
-        parts.append(f"{group}:\n" + "".join(f"  {line}\n" for line in text.splitlines()))
-    return "\n".join(parts)
 
 
 def _composed(words: list[str], config_name: str) -> dict[str, object]:
@@ -149,7 +150,29 @@ def _own_folder(name: str) -> str:
     return str(folders[name])
 
 
-def _hydra_word(word: str, folders: Sequence[Path]) -> str:
+def _raise_any(lines: Sequence[str]) -> None:
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _split_prose(argv: Sequence[str], keys: set[str]) -> tuple[dict[str, object], list[str]]:
+    """(the values of the words that set prose, the other words)."""
+    prose: dict[str, object] = {}
+    rest = []
+    for word in argv:
+        key, equals, text = word.lstrip("+").partition("=")
+        if equals and key in keys:
+            prose[key] = None if text == "null" else text
+        else:
+            rest.append(word)
+    return prose, rest
+
+
+def _key(hydra_word: str) -> str:
+    return hydra_word.lstrip("+").partition("=")[0]
+
+
+def _hydra_words(word: str, schema: type[Keys], folders: Sequence[Path]) -> list[str]:
     """One word of the command line as Hydra shall read it."""
     override = _parsed(word)
     key = override.key_or_group
@@ -159,10 +182,21 @@ def _hydra_word(word: str, folders: Sequence[Path]) -> str:
         raise ConfigError(f"{word!r} asks for several runs; for a list of values write {key}=[a,b]")
     if key.split(".")[0] == "hydra":
         raise ConfigError(f"{word!r}: Hydra's own settings are fixed; nothing under hydra. can be set")
+    if only := _only_key(schema, key):
+        return [f"++{key}.{only}={word.partition('=')[2]}"]
     if key == "recipe" or (conf_folder() / key).is_dir():
         _check_option(key, override.value(), folders)
-        return f"+{word.lstrip('+')}" if key == "recipe" else word.lstrip("+")
-    return f"++{word.lstrip('+')}"
+        return [f"+{word.lstrip('+')}" if key == "recipe" else word.lstrip("+")]
+    # A mapping given for a key replaces what a recipe has there; Hydra by itself would mix the two.
+    clear = [f"++{key}=null"] if isinstance(override.value(), dict) and "." in key else []
+    return [*clear, f"++{word.lstrip('+')}"]
+
+
+def _only_key(schema: type[Keys], group: str) -> str | None:
+    """The key of a group that has no other."""
+    hint = get_type_hints(schema).get(group)
+    names = [field.name for field in fields(hint)] if is_dataclass(hint) else []
+    return names[0] if len(names) == 1 else None
 
 
 def _parsed(word: str) -> Override:
@@ -216,58 +250,3 @@ def _existing_folder(path: str) -> Path:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _with_evaluation(config: Config) -> Config:
-    """Evaluate once an epoch where there is something to evaluate on and nothing else was asked."""
-    asked = config.trainer.get("eval_strategy", "epoch" if config.data.eval else "no")
-    return replace(config, trainer=config.trainer | {"eval_strategy": asked})
-
-
-def _bad_sizes(config: Config) -> list[str]:
-    """A line for each size that is none; a bare number would be bytes, and likely means gigabytes."""
-    lines = []
-    for key in ("device_memory", "host_memory"):
-        size = getattr(config.stream, key)
-        try:
-            if size.isdigit():
-                raise ValueError(f"{size} has no unit; write {size}GB or {size}MiB")
-            if size != "auto":
-                parse_bytes(size)
-        except ValueError as error:
-            lines.append(f"stream.{key}: {error}")
-    return lines
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    model, adapter, data = config.model, config.adapter, config.data
-    return replace(
-        config,
-        output_dir=_absolute(config.output_dir),
-        model=replace(model, path=_folder_or_hub_id(model.path)),
-        adapter=replace(adapter, path=adapter.path and _folder_or_hub_id(adapter.path)),
-        data=replace(
-            data,
-            train=[_absolute(file) for file in data.train],
-            eval=data.eval and [_absolute(file) for file in data.eval],
-            chat_template=data.chat_template and _file_or_text(data.chat_template),
-        ),
-    )
-
-
-def _absolute(path: str) -> str:
-    """`path` from the current directory; an empty one stays empty, and is refused later by its key."""
-    return str(Path(path).expanduser().absolute()) if path else ""
-
-
-def _file_or_text(template: str) -> str:
-    """A chat template is a file, a name the tokenizer knows, or Jinja itself, whose braces no path has."""
-    return template if "{" in template or not Path(template).is_file() else _absolute(template)
-
-
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def _folder_or_hub_id(path: str) -> str:
-    """A local folder wins where both could be meant; what cannot be a hub id is a path."""
-    return path if _HUB_ID.fullmatch(path) and not Path(path).exists() else _absolute(path)

@@ -8,32 +8,44 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from airtune.checks import check_trainer_keys
-from airtune.compose import from_command_line, resolved_yaml
-from airtune.config import Config
+from airtune.compose import cache_folder, from_command_line, resolved_yaml
+from airtune.config import TrainConfig
+from airtune.trainer_keys import check_trainer_keys
 
 logger = logging.getLogger("airtune.train")  # run as a command, the module's own name is __main__
 
 
-def train(config: Config) -> None:
+def train(config: TrainConfig) -> None:
     """One run. JobError when it cannot be done; nothing is written before the data and the model stand."""
     from airtune.run import job
+    from airtune.run.arguments import training_arguments, training_fields
     from airtune.run.checkpoints import open_run_folder
     from airtune.run.console import explained
+    from airtune.run.loading import load_for_training, load_tokenizer
+    from airtune.run.samples import write_samples
 
     output_dir, model = Path(config.output_dir), config.model
     with explained(code=2):
-        check_trainer_keys(config.trainer, job.training_fields())
-        args = job.training_arguments(config.trainer, output_dir=output_dir, seed=config.seed)
+        check_trainer_keys(config.trainer, training_fields())
+        args = training_arguments(config.trainer, output_dir=output_dir, seed=config.seed)
     with explained():
         checkpoint = open_run_folder(output_dir, resume=config.resume)
         job.find_data(config.data.train, config.data.eval)
-        tokenizer = job.load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
-        rows, eval_rows = job.read_data(tokenizer, **asdict(config.data))
-        prompts = config.tracking.sample_prompts
-        sample_ids = job.encode_samples(tokenizer, prompts, rows, config.data.chat_template)
+        tokenizer = load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
+        rows, eval_rows = job.read_data(
+            tokenizer, cache_folder=cache_folder(), seed=config.seed, **asdict(config.data)
+        )
+        tracking = config.tracking
+        samples = write_samples(
+            tokenizer,
+            tracking.sample_prompts,
+            chats=rows.summary.chat,
+            chat_template=config.data.chat_template,
+            max_new_tokens=tracking.sample_max_new_tokens,
+        )
         adapter = job.choose_adapter(**asdict(config.adapter))
-        streamed = job.load_model(adapter, seed=config.seed, **asdict(model), **asdict(config.stream))
+        streamed = load_for_training(adapter, seed=config.seed, **asdict(model), **asdict(config.stream))
+        samples.check(streamed)
     job.run_training(
         streamed,
         tokenizer,
@@ -43,14 +55,16 @@ def train(config: Config) -> None:
         checkpoint=checkpoint,
         config=asdict(config),
         config_yaml=resolved_yaml(config),
-        sample_ids=sample_ids,
-        **asdict(config.tracking),
+        samples=samples,
+        wandb=tracking.wandb,
+        project=tracking.project,
+        run_name=tracking.run_name,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code (see `run.console`)."""
-    config = from_command_line(argv)  # before the libraries' seconds: a mistyped key is said at once
+    config = from_command_line(argv, TrainConfig)  # before the libraries' seconds: typos are said at once
     from airtune.run.console import exit_code, set_up_logging
 
     set_up_logging()

@@ -36,7 +36,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 import torch
 from _bench import checkpoint, random_batch, streamed_model, table, trained, write_json
 
-from airtune.model import build
+from airtune.model import assembly
 from airtune.model.stream import stream_of
 from airtune.weights.reader import ByteRange, ByteReader
 
@@ -179,7 +179,7 @@ def line(ratio: float, pairs: Sequence[Pair]) -> dict[str, str]:
 
 
 def load(folder: Path, asked: argparse.Namespace) -> Any:
-    with mock.patch.object(build, "ByteReader", SlowReader):
+    with mock.patch.object(assembly, "ByteReader", SlowReader):
         return streamed_model(
             folder,
             asked.rank,

@@ -6,7 +6,8 @@
 
 Both train the same checkpoint with the same LoRA adapter (fp32, all linear layers of the decoder) by AdamW
 on the same batches. The resident one is transformers + PEFT with gradient checkpointing, which is what a
-careful user runs when memory is short: both then compute every layer twice forward and once backward. It
+careful user runs when memory is short: both then compute every layer twice forward and once backward. PEFT
+also multiplies by the adapter in fp32, where airtune does so in bf16 beside bf16 weights. The resident model
 takes the whole batch at once; airtune takes `--micro-batch-size` rows at a time.
 
 Read the ratios: each is between two steps that followed one another, and their median is shown. Losses are

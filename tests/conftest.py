@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.sim import load_sim, sim_fixture  # noqa: F401
@@ -11,3 +13,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Load the simulated accelerator before any backward pass: PyTorch lays its queues out at the first."""
     if any("sim" in getattr(item, "fixturenames", ()) for item in session.items):
         load_sim()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep for their next start stays in the tests' own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AIRTUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -14,8 +14,10 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from airtune.checks import check_trainer_keys
+from airtune.checks import ConfigError
 from airtune.compose import compose, conf_folder, recipe_names
+from airtune.config import COMMANDS, TrainConfig
+from airtune.trainer_keys import check_trainer_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -39,11 +41,21 @@ def test_recipe_composes_anywhere(
     recipe: str, trainer_fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = compose([f"+recipe={recipe}", *needs_data(recipe)])
+    config = compose([f"+recipe={recipe}", *needs_data(recipe)], TrainConfig)
     check_trainer_keys(config.trainer, trainer_fields)
     assert config.output_dir == str(tmp_path / "runs" / recipe)
     assert all(Path(file).is_absolute() for file in config.data.train)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"train"}))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_says_no_wrong_thing_to_other_commands(recipe: str, command: str) -> None:
+    """What a command still needs may be asked for; nothing in a recipe may be unknown to it."""
+    try:
+        compose([f"+recipe={recipe}"], COMMANDS[command])
+    except ConfigError as error:
+        assert "unknown" not in str(error)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -73,7 +85,7 @@ def test_the_shipped_recipes_are_the_known_ones() -> None:
 
 def test_the_quickstart_needs_nothing_from_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRTUNE_CACHE", str(tmp_path))
-    config = compose(["+recipe=quickstart_sft"])
+    config = compose(["+recipe=quickstart_sft"], TrainConfig)
     assert config.model.path == str(tmp_path / "smollm2-135m-instruct")
     assert [Path(file) for file in config.data.train] == [ROOT / "recipes" / "data" / "quickstart.jsonl"]
     assert Path(config.data.train[0]).is_file()
@@ -94,8 +106,9 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_recipe_composes_from_a_wheel(unpacked_wheel: Path, tmp_path: Path) -> None:
     code = (
-        "import json, sys, airtune.compose as c\n"
-        "made = {n: c.compose([f'+recipe={n}', *words]) for n, words in json.loads(sys.argv[1]).items()}\n"
+        "import json, sys, airtune.compose as c\nfrom airtune.config import TrainConfig\n"
+        "made = {n: c.compose([f'+recipe={n}', *words], TrainConfig)"
+        " for n, words in json.loads(sys.argv[1]).items()}\n"
         "print(json.dumps([c.__file__, c.recipe_names(), {n: m.data.train for n, m in made.items()}]))\n"
     )
     words = json.dumps({recipe: needs_data(recipe) for recipe in RECIPES})
@@ -118,4 +131,4 @@ def test_every_recipe_composes_from_a_wheel(unpacked_wheel: Path, tmp_path: Path
 def test_a_wheel_holds_the_package_and_its_data_only(unpacked_wheel: Path) -> None:
     top = {path.name for path in unpacked_wheel.iterdir()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"airtune"}
-    assert (unpacked_wheel / "airtune" / "conf" / "train.yaml").is_file()
+    assert all((unpacked_wheel / "airtune" / "conf" / f"{command}.yaml").is_file() for command in COMMANDS)

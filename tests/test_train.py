@@ -135,7 +135,8 @@ def test_before_training_is_the_base_model(home: Path, tmp_path: Path, capsys: p
     tokenizer, base = tiny_tokenizer(), LlamaForCausalLM.from_pretrained(home / "base")
     ids = tokenizer("<|im_start|>user\nSay no.<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
     out_1S = base.generate(**ids, max_new_tokens=5, do_sample=False)
-    assert shown == tokenizer.decode(out_1S[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    said = tokenizer.decode(out_1S[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert shown == f"{said}…"  # five tokens are not all it had to say
 
 
 def test_evaluation_has_its_own_lines(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -163,6 +164,12 @@ def test_evaluation_has_its_own_lines(home: Path, tmp_path: Path, capsys: pytest
         ({"data__eval": "nowhere.jsonl"}, 1, "no file is called"),
         ({"model__path": "/nowhere/model"}, 1, "model.path: there is no folder /nowhere/model"),
         ({"resume": "true"}, 1, "resume=true, but there is no folder"),
+        ({"output_dir": "/dev/null/run"}, 1, "/dev/null/run"),
+        (
+            {"tracking__sample_prompts": "[yes]", "tracking__sample_max_new_tokens": 9999},
+            1,
+            "'yes': a prompt of",
+        ),
         ({"data__max_length": 3}, 1, "no row is left to train on"),
         ({"adapter__target_modules": "[nonsense]"}, 1, "nonsense"),
         ({"adapter__path": "/nowhere/adapter"}, 1, "/nowhere/adapter"),
@@ -245,6 +252,16 @@ def test_another_configuration_on_resume_is_said(
     assert main(words(home, tmp_path / "run", resume="true", trainer__max_steps=8)) == 0
     assert "not the one the run began with:\n-  max_steps: 6\n+  max_steps: 8" in caplog.text
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [*range(1, 9)]
+
+
+def test_a_resume_that_does_not_fit_leaves_the_configuration(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words(home, tmp_path / "run", trainer__max_steps=1, trainer__save_steps=1)) == 0
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    assert main(words(home, tmp_path / "run", resume="true", adapter__r=5)) == 1
+    assert "does not fit this model" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
 def test_training_goes_on_from_a_saved_adapter(home: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ pieces, and any text survives a round trip. The special tokens are `<|bos|>`, `<
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -80,8 +81,12 @@ def tiny_tokenizer(
     adds_bos: bool = False,
     trim_offsets: bool = True,
     pad_token: str | None = "<|im_end|>",
+    more_special_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """`adds_bos`: special tokens are `<|bos|> text`. `trim_offsets`: offsets without leading spaces."""
+    """`adds_bos`: special tokens are `<|bos|> text`. `trim_offsets`: offsets without leading spaces.
+
+    `more_special_tokens` get the ids after the vocabulary.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -101,6 +106,6 @@ def tiny_tokenizer(
         bos_token="<|bos|>",
         eos_token="<|im_end|>",
         pad_token=pad_token,
-        extra_special_tokens=["<|im_start|>"],
+        extra_special_tokens=["<|im_start|>", *more_special_tokens],
         chat_template=chat_template,
     )

@@ -20,6 +20,7 @@ that is recomputed with the wrong dropout mask all leave a plausible loss. Each 
     mamba2              no attention at all, and projections that PEFT refuses
     qwen3_5__vl         linear and full attention, image-text
     qwen4_exp__vl       several residual streams, an n-gram table stored in shards, experts, shared top-k
+    qwen3_vl_moe        stacks of experts that are turned where their shape is not the module's
     mllama              a cross-attention layer that a text-only forward skips
 
 None of them needs more inputs than ids, mask and labels.
@@ -144,6 +145,9 @@ ZOO: Mapping[str, Tiny] = {
             "ngram_vocab_size_base": 500, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 4,
             "heads_per_ngram": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
             "indexer_budget": 16, "indexer_compress_ratio": 4}}),
+
+    "qwen3_vl_moe": Tiny("Qwen3VLMoeForConditionalGeneration", "model.language_model.layers", {
+        **MARKERS, "vision_config": QWEN_TOWER, "text_config": {**BASE, **EXPERTS, "head_dim": 16}}),
 
     "mllama": Tiny("MllamaForCausalLM", "model.layers", {**BASE, "cross_attention_layers": [3]}),
 }

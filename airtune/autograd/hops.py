@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Hops:
         current.wait_event(self._up.record_event())
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                leaf.record_stream(current)
+                _own(leaf, current, made_on=self._up)
 
     def computed(self) -> None:
         """Mark the end of a micro-batch: its work on the current stream, and the way home of its results."""
@@ -62,7 +63,7 @@ class Hops:
         self._down.wait_event(torch.accelerator.current_stream(self._device).record_event())
         with self._down:
             into.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._down)
+        _own(tensor, self._down, made_on=torch.accelerator.current_stream(self._device))
 
     def home(self, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
         """A result at home, as it is if it is there already; there after `finish`."""
@@ -76,12 +77,31 @@ class Hops:
         """Memory at home for a result: pinned when the device is another one, so that copies can run
         beside compute.
         """
-        return torch.empty(shape, dtype=dtype, device=home, pin_memory=not self._stays and home.type == "cpu")
+        pinned = not self._stays and home.type == "cpu" and can_pin()
+        return torch.empty(shape, dtype=dtype, device=home, pin_memory=pinned)
 
     def finish(self) -> None:
         """Wait until every result is on the host."""
         if not self._stays:
             self._down.synchronize()
+
+
+def _own(tensor: torch.Tensor, stream: torch.Stream, *, made_on: torch.Stream) -> None:
+    """Memory of `tensor` is not reused before `stream` is done with it. A device with a single stream needs
+    no record of that, and may not know any (mps).
+    """
+    if stream != made_on:
+        tensor.record_stream(stream)
+
+
+@cache
+def can_pin() -> bool:
+    """Whether host memory can be pinned for the accelerator; not where it shares the host's (mps)."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 _STREAMS: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}

@@ -19,7 +19,7 @@ from airtune.autograd.ambient import Ambient
 from airtune.autograd.gradients import Arguments, Gradients, Trainable, in_place_of
 from airtune.autograd.hops import Hops
 from airtune.autograd.layer_run import Layout, Lists, Recording, run_layer
-from airtune.autograd.row_split import Join, MicroBatchError, RowSplit, joined_rows
+from airtune.autograd.row_split import Join, MicroBatchError, RowSplit, Variant, joined_rows
 
 Direction = Literal["forward", "backward"]
 
@@ -61,6 +61,7 @@ class LayerCall:
         lists: the recording lists as the call found them, emptied.
         batched: for each tensor that the layer makes, whether it is joined by rows.
         keep_graph: keep the first run's graph and use it in place of the second run.
+        variant: rows that are run otherwise; only without gradients.
     """
 
     name: str
@@ -75,6 +76,7 @@ class LayerCall:
     lists: Lists | None
     differentiable: bool
     keep_graph: bool = False
+    variant: Variant | None = None
     batched: tuple[bool, ...] = ()
     tracked: tuple[bool, ...] = ()
     _ambients: list[Ambient] = field(default_factory=list)
@@ -96,7 +98,8 @@ class LayerCall:
             if self.differentiable:
                 made, layout = self._run_recomputable(leaves, aliases)
             else:
-                made, layout = self._run(leaves)
+                with self.variant.around(self.split.slices[index]) if self.variant else nullcontext():
+                    made, layout = self._run(leaves)
             join.add(index, [tensor.detach() for tensor in made])
             self._check_shared(index, made, join)
             if self.keep_graph:

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from airtune.autograd.hops import can_pin
+
 Step = Callable[[Tensor], Tensor]
 """An elementwise function of the logits that keeps their shape: a softcap, a scale, a cast."""
 
@@ -170,7 +172,7 @@ class _Sums(NamedTuple):
     def start(cls, tokens: int, plan: _Plan, home: torch.device) -> "_Sums":
         # Sums that commute to an accelerator do so for every chunk: from pinned memory at the full speed of
         # the bus.
-        pinned = home.type == "cpu" and plan.head.device.type != "cpu"
+        pinned = home.type == "cpu" and plan.head.device.type != "cpu" and can_pin()
         width = plan.head.hidden_size if plan.with_gradient else 0
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -10,6 +10,7 @@ two rows is compared with its outputs for each row alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,21 @@ class MicroBatchError(ValueError):
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Rows of a batch that a layer runs otherwise than the rest, in the same visit.
+
+    Those from row `start` on are run inside `context()`. They share no micro-batch with the rest.
+    """
+
+    start: int
+    context: Callable[[], AbstractContextManager[object]]
+
+    def around(self, rows: slice) -> AbstractContextManager[object]:
+        """What to enter around a run of `rows`."""
+        return self.context() if (rows.start or 0) >= self.start else nullcontext()
+
+
+@dataclass(frozen=True)
 class RowSplit:
     """Slices of the rows, and which of the input leaves they apply to."""
 
@@ -39,11 +55,19 @@ class RowSplit:
         return self.slices[-1].stop
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], rows: int | None, micro_batch_size: int | None) -> RowSplit:
-        """`rows` None (outside a model's forward) or a micro-batch of all rows means a single micro-batch."""
-        if rows is None or micro_batch_size is None or micro_batch_size >= rows:
+    def of(
+        cls, leaves: Sequence[Any], rows: int | None, micro_batch_size: int | None, cut: int = 0
+    ) -> RowSplit:
+        """`rows` None (outside a model's forward) or a micro-batch of all rows means a single micro-batch.
+
+        No micro-batch holds rows of both sides of `cut`.
+        """
+        size = rows if micro_batch_size is None else micro_batch_size
+        if rows is None or size is None or (size >= rows and not cut):
             return cls((slice(None),), frozenset())
-        slices = tuple(slice(i, min(i + micro_batch_size, rows)) for i in range(0, rows, micro_batch_size))
+        starts = [*range(0, cut, size), *range(cut, rows, size)]
+        stops = [*starts[1:], rows]
+        slices = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
         return cls(slices, frozenset(i for i, leaf in enumerate(leaves) if _leading(leaf) == rows))
 
     def take(self, leaves: Sequence[Any], rows: slice) -> list[Any]:

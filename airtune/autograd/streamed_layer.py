@@ -5,7 +5,7 @@
 Forward runs the layer and keeps its inputs alone; backward visits it again, recomputes it with gradients and
 returns them. So between the two visits the weights can be anywhere, and the memory of one layer's graph is
 enough for any depth: at hidden size 5120 and 64 layers in bf16, 512 tokens leave 64 x 5.2 MB of inputs behind
-instead of 64 graphs of 280 to 520 MB (`scripts/measure_device_memory.py`). The price is one more forward: 4
+instead of 64 graphs of 210 to 440 MB (`scripts/measure_device_memory.py`). The price is one more forward: 4
 units of compute where a resident model spends 3 (LoRA needs no weight gradients), the same as ordinary
 gradient checkpointing.
 
@@ -29,10 +29,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 
 from airtune.autograd.ambient import kept_rng
-from airtune.autograd.gradients import Arguments, Trainable
+from airtune.autograd.gradients import Arguments, Trainable, compute_dtypes
 from airtune.autograd.layer_call import PLAIN, Direction, LayerCall, Weights
 from airtune.autograd.layer_run import NoRecording, Recording, apply_changes, blank
-from airtune.autograd.row_split import RowSplit, prove_split
+from airtune.autograd.row_split import MicroBatchError, RowSplit, Variant, prove_split
 
 __all__ = ["Direction", "StreamedLayer", "Weights"]
 
@@ -50,6 +50,7 @@ class StreamedLayer:
         keep_graph: with a single micro-batch, keep the graph of the first run for the backward pass. For
             the layer that backward visits first it saves the recompute and costs no memory at the peak; for
             others it costs their graph.
+        variant: rows that are run otherwise, in the same visit; for forward passes without gradients.
     """
 
     module: torch.nn.Module
@@ -59,7 +60,9 @@ class StreamedLayer:
     recording: Recording = field(default_factory=NoRecording)
     micro_batch_size: int | None = None
     keep_graph: bool = False
+    variant: Variant | None = None
     _proofs: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
+    _dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
     _looked: bool = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None = None) -> Any:
@@ -86,6 +89,12 @@ class StreamedLayer:
                     f"{self.name} is given a {type(opaque).__name__}: gradients of tensors in it would be "
                     "lost; call it under torch.no_grad(), or without that argument"
                 )
+            whole = opaque is not None or rows is None
+            if self.variant is not None and (differentiable or (whole and self.variant.start)):
+                raise MicroBatchError(
+                    f"{self.name}: rows of one batch can be run in two ways in a forward pass of the model "
+                    "without gradients and without a cache, and this is none"
+                )
             call = LayerCall(
                 name=self.name,
                 module=self.module,
@@ -95,10 +104,16 @@ class StreamedLayer:
                 spec=spec,
                 arguments=Arguments.of(leaves),
                 # An object such as a cache holds all rows: the batch stays together.
-                split=RowSplit.of(leaves, rows if opaque is None else None, self.micro_batch_size),
+                split=RowSplit.of(
+                    leaves,
+                    None if whole else rows,
+                    self.micro_batch_size,
+                    cut=self.variant.start if self.variant else 0,
+                ),
                 parameters=parameters,
                 lists=blank(lists),
                 differentiable=differentiable,
+                variant=self.variant,
             )
             call.keep_graph = self.keep_graph and differentiable and len(call.split.slices) == 1
             call.batched = self._batched_outputs(call, leaves)
@@ -125,7 +140,9 @@ class StreamedLayer:
                     # torch multiplies with a matrix that is not there, and returns whatever is in memory.
                     raise RuntimeError(f"{self.name}: {path}.{leaf} has no values (it is on the meta device)")
                 if parameter.requires_grad:
-                    found.append(Trainable(owner, leaf, parameter))
+                    if (path, leaf) not in self._dtypes:
+                        self._dtypes = compute_dtypes(self.module)
+                    found.append(Trainable(owner, leaf, parameter, self._dtypes[path, leaf]))
         self._looked = True
         return tuple(found)
 
@@ -133,7 +150,9 @@ class StreamedLayer:
         """Which of the layer's new tensors are batched; proven once for each way that the layer is called."""
         if len(call.split.slices) == 1:
             return ()
-        key = (call.spec, call.split.batched, tuple(call.lists or ()))
+        # A single row beside itself, run in two ways, would prove nothing for other batches.
+        alone = call.variant is not None and call.variant.start == 1
+        key = (call.spec, call.split.batched, tuple(call.lists or ()), alone)
         if key not in self._proofs:
             with torch.no_grad(), kept_rng(self.weights.device), _evaluating(self.module):
                 self._proofs[key] = prove_split(

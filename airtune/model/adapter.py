@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import CONFIG_NAME
 from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
@@ -35,6 +36,7 @@ from transformers import PreTrainedModel
 
 from airtune.model.adapter_io import AdapterError, check_fits, check_loaded, read_adapter
 from airtune.model.adapter_targets import Targets, fresh_targets, saved_targets, summary
+from airtune.model.expert_adapters import adapt_expert_by_expert, adapted_parameters, saved_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ _WEIGHT_FREE_INITS = (True, False, "gaussian", "orthogonal")
 # fmt: off
 _SUPPORTED = {
     "r", "lora_alpha", "lora_dropout", "lora_bias", "use_rslora", "init_lora_weights", "fan_in_fan_out",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "rank_pattern", "alpha_pattern",
     "task_type", "inference_mode", "base_model_name_or_path", "revision",
     "peft_type", "peft_version", "auto_mapping",
@@ -84,7 +86,8 @@ class AdapterPlan:
                 wrapped = PeftModel.from_pretrained(
                     model, str(self.folder), config=config, is_trainable=self.trainable, torch_device="cpu"
                 )
-        _check_injected(wrapped, self.targets.modules)
+        _check_injected(wrapped, self.targets)
+        adapt_expert_by_expert(wrapped)
         if self.folder is not None and self.saved is not None:
             check_loaded(wrapped, self.saved, self.folder)
         return wrapped
@@ -93,6 +96,7 @@ class AdapterPlan:
 def plan_adapter(
     model: PreTrainedModel,
     layers: Collection[str],
+    stacks: Collection[str],
     lora: LoraConfig | None,
     folder: Path | None,
     *,
@@ -102,6 +106,7 @@ def plan_adapter(
 
     Args:
         layers: paths of the streamed layers.
+        stacks: names of the parameters that hold stacked experts.
         lora: `target_modules` may be "all-linear", a list of names, or a regular expression.
 
     Raises:
@@ -111,13 +116,13 @@ def plan_adapter(
     if lora is not None:
         _check_supported(lora)
         with _stand_ins(model):
-            targets = fresh_targets(model, layers, lora)
+            targets = fresh_targets(model, layers, stacks, lora)
         return AdapterPlan(targets, _shapes(model, targets))
     if folder is None:
         return None
     config = _read_config(folder)
     with _stand_ins(model):
-        targets = saved_targets(model, layers, config)
+        targets = saved_targets(model, layers, stacks, config)
     # PEFT's own translation of names that an older transformers had for the same modules.
     saved = convert_peft_adapter_state_dict_for_transformers(model, targets.config, read_adapter(folder))
     shapes = _shapes(model, targets)
@@ -167,7 +172,7 @@ def _check_supported(lora: LoraConfig) -> None:
             "frozen, or is not known to be right with them. Supported: LoRA on linear layers with "
             "bias='none' and an initialisation that does not read the weights."
         )
-    if not lora.target_modules:
+    if not lora.target_modules and not lora.target_parameters:
         raise ValueError('target_modules is not set; name the linear layers, or use "all-linear"')
     for rank in (lora.r, *(lora.rank_pattern or {}).values()):
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -210,15 +215,21 @@ def _shapes(model: PreTrainedModel, targets: Targets) -> dict[str, tuple[int, ..
         shapes[f"base_model.model.{name}.lora_B.weight"] = (outputs, rank)
         if config.lora_bias:
             shapes[f"base_model.model.{name}.lora_B.bias"] = (outputs,)
-    return shapes
+    return shapes | saved_shapes(config, targets.parameters, model)
 
 
-def _check_injected(wrapped: PeftModel, wanted: Collection[str]) -> None:
+def _check_injected(wrapped: PeftModel, targets: Targets) -> None:
     """Compare what PEFT adapted with what was asked for, and report it."""
-    modules = wrapped.get_base_model().named_modules()
-    adapted = {name for name, module in modules if isinstance(module, LoraLayer)}
-    if adapted != set(wanted):
-        missing, extra = sorted(set(wanted) - adapted), sorted(adapted - set(wanted))
+    base = wrapped.get_base_model()
+    parameters = adapted_parameters(base)
+    adapted = {
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+    } | parameters.keys()
+    wanted = targets.modules | set(targets.parameters)
+    if adapted != wanted:
+        missing, extra = sorted(wanted - adapted), sorted(adapted - wanted)
         raise ValueError(
             f"PEFT did not adapt what was asked for: {len(missing)} modules are missing (first: "
             f"{missing[:1]}) and {len(extra)} are too many (first: {extra[:1]}). Name the modules in a list"
@@ -226,7 +237,7 @@ def _check_injected(wrapped: PeftModel, wanted: Collection[str]) -> None:
     trainable = [name for name, p in wrapped.named_parameters() if p.requires_grad]
     assert all(".lora_" in name for name in trainable), "only adapters may be trainable"
     numel = sum(p.numel() for n, p in wrapped.named_parameters() if ".lora_" in n)
-    logger.info("LoRA on %d modules: %s; %s parameters", len(adapted), summary(adapted), f"{numel:,}")
+    logger.info("LoRA on %d places: %s; %s parameters", len(adapted), summary(adapted), f"{numel:,}")
 
 
 @contextmanager

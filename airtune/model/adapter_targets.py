@@ -7,8 +7,8 @@ names such as those of the dense MLP are taken for expert parameters, and a regu
 of last names, for all layers. So the modules are worked out here first, from names alone, and PEFT is given a
 config that leads to exactly these.
 
-It gives up what cannot be a frozen, streamed layer's neighbour: adapters on embeddings, on the head, on
-routers and on experts that are stored packed.
+Experts that are stacked in one parameter are adapted by its name (`expert_adapters`). It gives up what cannot
+be a frozen, streamed layer's neighbour: adapters on embeddings, on the head and on routers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,34 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
+from airtune.model.expert_adapters import match_parameters
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The config to give to PEFT, and the paths of the modules that it then adapts."""
+    """The config to give to PEFT, and what it then adapts: modules (paths), and parameters (names) that hold
+    stacked experts.
+    """
 
     config: LoraConfig
     modules: frozenset[str]
+    parameters: tuple[str, ...] = ()
 
 
-def fresh_targets(model: PreTrainedModel, layers: Collection[str], lora: LoraConfig) -> Targets:
-    """What a fresh adapter goes on. `model` has its placeholders' stand-ins, `layers` are paths.
+def fresh_targets(
+    model: PreTrainedModel, layers: Collection[str], stacks: Collection[str], lora: LoraConfig
+) -> Targets:
+    """What a fresh adapter goes on. `model` has its placeholders' stand-ins, `layers` are paths, `stacks` are
+    names of parameters that hold stacked experts.
 
     Raises:
         ValueError: a target matches no plain linear layer of the decoder, or one that cannot be adapted.
     """
     config = copy.deepcopy(lora)
+    parameters = match_parameters(config, stacks)
+    config.target_modules = config.target_modules or []
     modules = dict(model.named_modules())
     plain = _plain_linears(modules, layers)
     if _is_all_linear(config):
@@ -54,21 +64,26 @@ def fresh_targets(model: PreTrainedModel, layers: Collection[str], lora: LoraCon
     _refuse_experts(model, config)
     matched = _matched(modules, config)
     wanted = frozenset(matched & plain)
-    _require_matches(model, config, plain, wanted)
+    if config.target_modules:
+        _require_matches(model, config, plain, wanted)
     for name in {_last(name) for name in wanted}:
         _check_lora_target_modules_mamba(config, model, name)
     if strangers := matched - wanted:
         _leave_out(model, config, strangers, wanted)
-    return Targets(_without_rewriting(model, config, wanted), wanted)
+    return Targets(_without_rewriting(model, config, wanted), wanted, tuple(parameters))
 
 
-def saved_targets(model: PreTrainedModel, layers: Collection[str], lora: LoraConfig) -> Targets:
+def saved_targets(
+    model: PreTrainedModel, layers: Collection[str], stacks: Collection[str], lora: LoraConfig
+) -> Targets:
     """What a saved adapter is on; nothing of it may be left out.
 
     Raises:
         ValueError: it is on modules that cannot be adapted here.
     """
     config = copy.deepcopy(lora)
+    parameters = match_parameters(config, stacks)
+    config.target_modules = config.target_modules or []
     modules = dict(model.named_modules())
     plain = _plain_linears(modules, layers)
     if _is_all_linear(config):
@@ -80,9 +95,9 @@ def saved_targets(model: PreTrainedModel, layers: Collection[str], lora: LoraCon
             "LoRA only goes on plain linear layers of the decoder, and this adapter is also on "
             f"{_first(strangers.items())}"
         )
-    if not matched:
+    if not matched and not parameters:
         raise ValueError(f"the adapter's target_modules {config.target_modules} match nothing in this model")
-    return Targets(_without_rewriting(model, config, matched), frozenset(matched))
+    return Targets(_without_rewriting(model, config, matched), frozenset(matched), tuple(parameters))
 
 
 def summary(names: Collection[str]) -> str:
@@ -139,7 +154,7 @@ def _all_linear(model: PreTrainedModel, plain: Collection[str], config: LoraConf
     if taken:
         logger.warning(
             "all-linear leaves out %s: in this architecture PEFT takes these names for parameters of the "
-            "experts, which are not trained. So its dense and shared MLPs get no adapter either",
+            "experts, which target_parameters is for. So its dense and shared MLPs get no adapter either",
             ", ".join(taken),
         )
     unsupported = [name for name in names if not _supported(model, config, name)]
@@ -185,7 +200,8 @@ def _refuse_experts(model: PreTrainedModel, config: LoraConfig) -> None:
     if named:
         raise ValueError(
             f"target_modules name {named}: in models of type {model.config.model_type!r} PEFT takes these "
-            f"for expert parameters, which are not trained. Leave them out of target_modules{left}."
+            f"for expert parameters. Leave them out of target_modules{left}; to train experts, name their "
+            "parameters in target_parameters."
         )
 
 

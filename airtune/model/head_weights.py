@@ -30,6 +30,25 @@ class StreamedHead:
         """The chunks are asked for soon."""
         self._matrix.announce()
 
+    @property
+    def stays(self) -> bool:
+        """Whether rows stay where they were used; see `ChunkedMatrix`."""
+        return self._matrix.stays
+
+    @stays.setter
+    def stays(self, value: bool) -> None:
+        self._matrix.stays = value
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight, in compute form."""
+        return self._matrix.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Device memory of rows that stay."""
+        return self._matrix.held_nbytes
+
     def close(self) -> None:
         self._matrix.close()
 
@@ -50,7 +69,7 @@ def head_weights(
         stored = replace(piece.source, offset=piece.source.offset + piece.offset, nbytes=piece.nbytes)
         rows = FileRows(stored, view_stored(plan, files), reader, files)
     elif head.weight.is_meta:
-        rows = TensorRows(load_tensor(plan, reader, files, model))
+        rows = TensorRows(load_tensor(plan, reader, files))
     else:
         rows = TensorRows(head.weight.detach())  # tied to the embedding table, which is in memory anyway
     matrix = ChunkedMatrix(rows, device=device, dtype=plan.dtype)

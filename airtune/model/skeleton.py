@@ -8,14 +8,16 @@ transformers' own initialisation in fp32; a constructor that runs under a bf16 d
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -23,9 +25,19 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.initialization import no_init_weights
+
+from airtune.model.generation import able_to_generate, leave_out_caches
+from airtune.model.remote_code import moved_names, remote_class
 
 logger = logging.getLogger(__name__)
+
+# Elements of a tensor that is born on meta. What the allocator would take from the heap and give back at once
+# (each linear layer's weight) leaves it full of holes, in which a training step then scatters its tensors.
+# Code that came with a checkpoint may fill an empty tensor and keep it as a buffer: there it is only what no
+# machine could promise.
+_LARGE_NUMEL = 2**12
+_HUGE_NUMEL = 2**24
 
 
 def build_skeleton(
@@ -46,11 +58,17 @@ def build_skeleton(
         ValueError: the architecture is unknown, not a language model's decoder, or needs code that is not
             trusted or a package that is not there.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with moved_names():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model_class = _model_class(config, folder, trust_remote_code)
     # Whoever seeds and then asks for an adapter gets PEFT's own numbers: building draws none that count.
     with torch.random.fork_rng(devices=[]):
-        with init_empty_weights(include_buffers=False), _packages_needed(model_class, attn_implementation):
+        with (
+            init_empty_weights(include_buffers=False),
+            no_init_weights(),  # a parameter on meta keeps no values, and a model may have 160,000 of them
+            _LargeOnMeta(_LARGE_NUMEL if model_class.__module__.startswith("transformers.") else _HUGE_NUMEL),
+            _packages_needed(model_class, attn_implementation),
+        ):
             model = model_class._from_config(
                 config,
                 dtype=dtype or _named_dtype(config) or stored_dtype,
@@ -74,6 +92,28 @@ def build_skeleton(
     return model
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Tensors without values, of at least `numel` elements, are born on meta and not moved there later.
+
+    A parameter is allocated before it is registered. A table of 320 million rows is 102 GB then, which many
+    systems refuse to promise. What has values is made as always: it may be a buffer.
+    """
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and args:
+            shape = args[0] if isinstance(args[0], tuple | list | torch.Size) else args
+            if math.prod(shape) >= self._numel:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
 def _model_class(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> type[PreTrainedModel]:
     names = config.architectures or []
     if config.is_encoder_decoder:
@@ -86,8 +126,9 @@ def _model_class(config: PreTrainedConfig, folder: Path, trust_remote_code: bool
             "It says which model class the weights belong to."
         )
     remote = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and (reference := remote.get("AutoModelForCausalLM")):
-        return cast(type[PreTrainedModel], get_class_from_dynamic_module(reference, folder))
+    reference = remote.get("AutoModelForCausalLM") or remote.get("AutoModelForImageTextToText")
+    if trust_remote_code and reference:
+        return able_to_generate(remote_class(reference, folder))
     found = vars(transformers).get(names[0]) or getattr(transformers, names[0], None)
     if found is None:
         hint = (
@@ -152,5 +193,8 @@ def _initialise_buffers(model: PreTrainedModel) -> None:
 
 
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    """As transformers does: from its own file, or as it stands in the config.json of older repositories."""
+    own = (folder / "generation_config.json").is_file()
+    older: dict[str, Any] = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+    model.generation_config = transformers.GenerationConfig.from_pretrained(folder, **older)
+    leave_out_caches(model)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from airtune.autograd.row_split import MicroBatchError
+from airtune.autograd.row_split import MicroBatchError, Variant
 from airtune.autograd.streamed_layer import Direction, StreamedLayer
+from airtune.model.places import Places
 from airtune.model.recording import TransformersRecording
 from airtune.weights.budget import SlotBudget
+from airtune.weights.experts import ExpertWindow
 from airtune.weights.residency import Residency
 
 __all__ = ["MicroBatchError", "Stream", "Visit", "stream_of"]
@@ -51,6 +54,7 @@ class Stream:
     Attributes:
         observers: called with a `Visit` at the start of every layer visit.
         micro_batch_size: rows that go through a layer at once; None for the whole batch.
+        places: how many layers and experts may be on the device at once.
     """
 
     def __init__(
@@ -58,14 +62,13 @@ class Stream:
         model: PreTrainedModel,
         layers: Mapping[str, nn.Module],
         residency: Residency,
+        window: ExpertWindow | None,
         budget: SlotBudget,
     ) -> None:
         self.observers: list[Callable[[Visit], None]] = []
-        self._model, self._residency, self._budget = model, residency, budget
-        residency.places = budget.first()
-        self._settled = False
-        self._working_nbytes = 0
-        self._pass: _Pass | None = None
+        self._model, self._residency, self._window, self._budget = model, residency, window, budget
+        self.places = Places(residency, window, budget)
+        self._passes: list[_Pass] = []  # one in another, where something calls the model from within it
         self._signature = inspect.signature(type(model).forward)
         self._takes_use_cache = any(
             name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD
@@ -111,13 +114,31 @@ class Stream:
         return self._residency.device
 
     def counters(self) -> dict[str, float]:
-        """Totals since `load`: bytes_read, bytes_copied, stall_s, compute_s, visits, cache_hits; and
-        peak_device_bytes.
+        """Totals since `load`: bytes_read, bytes_copied, stall_s, compute_s, visits, cache_hits,
+        expert_loads; and peak_device_bytes.
         """
         counted: dict[str, float] = asdict(self._residency.counters)
         if self.device.type != "cpu":
-            counted["peak_device_bytes"] = torch.accelerator.max_memory_allocated(self.device)
+            counted["peak_device_bytes"] = self.places.peak_nbytes()
         return counted
+
+    @contextmanager
+    def rows_run_otherwise(
+        self, start: int, inside: Callable[[nn.Module], AbstractContextManager[object]]
+    ) -> Iterator[None]:
+        """Within, rows of a batch from `start` on run through each layer inside `inside(layer)`, in the same
+        visit as the rows before them.
+
+        For forward passes without gradients, and if `start` is not 0 without a cache; else, or where the
+        batch of a layer cannot be split, the pass raises MicroBatchError.
+        """
+        for layer in self._layers:
+            layer.variant = Variant(start, partial(inside, layer.module))
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.variant = None
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Have `close` call `undo`, before what was registered earlier."""
@@ -139,7 +160,7 @@ class Stream:
 
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a layer, in place of its forward."""
-        current = self._pass or _Pass(rows=None, trains=self._trains())
+        current = self._passes[-1] if self._passes else _Pass(rows=None, trains=self._trains())
         if current.trains and torch.is_grad_enabled():
             # The recompute would append to a cache a second time: right loss, wrong gradients.
             args = tuple(_without_cache(a) for a in args)
@@ -154,39 +175,27 @@ class Stream:
             observer(Visit(direction, index, len(self._layers)))
         with self._residency.visit(index, direction) as held:
             yield held
-        if not self._settled and self.device.type != "cpu":
-            peak = torch.accelerator.max_memory_allocated(self.device)
-            self._working_nbytes = max(self._working_nbytes, peak - self._residency.held_nbytes)
+        self.places.after_visit()
 
     def _enter_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._passes.append(_Pass(rows=None, trains=False))  # first of all: it is taken off in any case
         given = self._signature.bind_partial(model, *args, **kwargs).arguments
         given = {**given.get("kwargs", {}), **given}
         batch = given.get("input_ids")
         batch = given.get("inputs_embeds") if batch is None else batch
-        self._pass = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, self._trains())
-        self._settle(generates=not self._pass.trains and given.get("labels") is None)
+        trains = self._trains()
+        self._passes[-1] = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, trains)
+        generates = not trains and given.get("labels") is None
+        self.places.begin(generates=generates, tokens=_tokens(given.get("input_ids"), batch))
         caches = [value for value in given.values() if isinstance(value, Cache)]
         # Some models keep their state on themselves rather than in a cache object; and whoever wants a loss
         # wants no cache, which would keep the batch from being split.
         wants_loss = given.get("labels") is not None and not caches
-        if self._takes_use_cache and (self._pass.trains or (wants_loss and "use_cache" not in given)):
+        if self._takes_use_cache and (trains or (wants_loss and "use_cache" not in given)):
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
-
-    def _settle(self, *, generates: bool) -> None:
-        """Choose how many layers may be there at once, for the pass that begins.
-
-        After the first training step its peak is known, and what the budget leaves becomes places for layers.
-        Mapped layers cost no memory that the kernel could not take back: unless the user limits them they
-        stay while tokens are generated, where each token would map them all again.
-        """
-        if self._budget.nbytes is None and self._residency.only_mapped:
-            self._residency.places = len(self._layers) if generates else self._budget.first()
-        elif not self._settled and self._residency.has_run_backward:
-            self._settled = True
-            self._residency.places = self._budget.settled(self._working_nbytes)
 
     def _trains(self) -> bool:
         """Whether gradients are wanted now. Only adapters can have any."""
@@ -201,7 +210,15 @@ class Stream:
         return bool(trainable)
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._pass = None
+        self._passes.pop()
+        self.places.end()
+
+
+def _tokens(ids_BS: object, embedded_BSD: object) -> int:
+    """Tokens of a batch, given as ids or as embeddings."""
+    if isinstance(ids_BS, torch.Tensor):
+        return ids_BS.numel()
+    return embedded_BSD[..., 0].numel() if isinstance(embedded_BSD, torch.Tensor) else 0
 
 
 def _without_cache(value: Any) -> Any:

@@ -12,92 +12,65 @@ so a run that cannot start leaves no folder behind. The run's folder then holds
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from airtune.model.adapter_io import AdapterError
-from airtune.model.build import load
+from airtune.model.adapter_io import AdapterError, load_adapter
 from airtune.model.stream import MicroBatchError, stream_of
 from airtune.run.checkpoints import remove_partial
-from airtune.run.collate import Collator
-from airtune.run.console import JobError
-from airtune.run.data import PreparedData, prepare
-from airtune.run.encode import encode_prompt
+from airtune.run.console import JobError, explained
+from airtune.run.data.collate import Collator
+from airtune.run.data.files import Sources, find_files
+from airtune.run.data.prepare import prepare
+from airtune.run.data.prepared import PreparedData
 from airtune.run.progress import Progress
-from airtune.run.report import answer, report
-from airtune.run.rows import find_files
+from airtune.run.report import report
+from airtune.run.samples import Samples
 from airtune.run.tracking import MetricsFile, WandbTracker, plot_losses, read_metrics
-from airtune.run.trainer import StreamedTrainer, TrainingError, refuse_unsupported
+from airtune.run.trainer import StreamedTrainer, TrainingError
 
 logger = logging.getLogger(__name__)
 
 
-def training_fields() -> dict[str, Any]:
-    """Name -> type of every field of TrainingArguments that may be given."""
-    hints = get_type_hints(TrainingArguments)
-    return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments) if field.init}
-
-
-def training_arguments(options: Mapping[str, Any], *, output_dir: Path, seed: int) -> TrainingArguments:
-    """`options` as TrainingArguments, with what a streamed run needs. ValueError when they contradict."""
-    ours: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "seed": seed,
-        "use_cpu": True,  # the model stays on the CPU, also where its layers visit an accelerator
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_nan_inf_filter": False,  # such a loss stops the run, and must never be averaged away
-    }
-    if {"save_steps", "save_strategy"}.isdisjoint(options):
-        ours["save_strategy"] = "no"
-    args = TrainingArguments(**{**options, **ours})
-    refuse_unsupported(args)
-    return args
-
-
-def find_data(train: Sequence[str], eval: Sequence[str] | None) -> None:
+def find_data(train: Sources, eval: Sources | None) -> None:
     """ValueError when a data file is missing: before a tokenizer is opened, for which a hub may be asked."""
     find_files(train)
     if eval:
         find_files(eval)
 
 
-def load_tokenizer(path: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or a hub id. ValueError or OSError when there is none."""
-    if os.path.isabs(path) and not os.path.isdir(path):
-        raise ValueError(f"model.path: there is no folder {path}")
-    return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+def read_data(tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[PreparedData, PreparedData | None]:
+    """`prepare_data`, with the account of the rows in the log."""
+    rows, eval_rows = prepare_data(tokenizer, **options)
+    logger.info("training data\n%s", rows.summary)
+    if eval_rows is not None:
+        logger.info("evaluation data\n%s", eval_rows.summary)
+    return rows, eval_rows
 
 
-def read_data(
+def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     *,
-    train: Sequence[str],
-    eval: Sequence[str] | None,
+    train: Sources,
+    eval: Sources | None,
+    cache: bool,
+    cache_folder: Path,
     **reading: Any,
 ) -> tuple[PreparedData, PreparedData | None]:
-    """Training and evaluation rows, read with the same options (those of `prepare`)."""
-    rows = prepare(train, tokenizer, **reading)
-    return rows, prepare(eval, tokenizer, **reading) if eval else None
+    """Training and evaluation rows, read with the same options (those of `prepare`).
 
-
-def encode_samples(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: PreparedData, chat_template: str | None
-) -> list[list[int]]:
-    """Ids of prompts, written as the training rows are: as a user's turn where they are conversations."""
-    chat = rows.summary.form == "messages"
-    prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
-    return [encode_prompt(tokenizer, prompt, chat_template) for prompt in prompts]
+    cache: whether prepared rows are kept for later runs, in `cache_folder`.
+    """
+    folder = cache_folder / "prepared" if cache else None
+    rows = prepare(train, tokenizer, cache_folder=folder, **reading)
+    return rows, prepare(eval, tokenizer, cache_folder=folder, **reading) if eval else None
 
 
 def choose_adapter(
@@ -106,6 +79,7 @@ def choose_adapter(
     alpha: int,
     dropout: float,
     target_modules: Sequence[str] | str,
+    target_parameters: Sequence[str],
     rslora: bool,
     path: str | None,
 ) -> LoraConfig | str:
@@ -118,30 +92,10 @@ def choose_adapter(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+        target_parameters=list(target_parameters) or None,
         use_rslora=rslora,
         task_type="CAUSAL_LM",
     )
-
-
-def load_model(
-    adapter: LoraConfig | str, *, path: str, seed: int, dtype: str, attn_implementation: str, **options: Any
-) -> PeftModel:
-    """A streamed model with an adapter to train: a fresh one, whose values `seed` decides, or a saved one.
-
-    "auto" leaves a choice to `airtune.load`, which takes the further `options` and raises ValueError for what
-    it cannot load.
-    """
-    set_seed(seed)
-    chosen = {name: value for name, value in options.items() if value != "auto" or name == "device"}
-    if attn_implementation != "auto":
-        chosen["attn_implementation"] = attn_implementation
-    if isinstance(adapter, LoraConfig):
-        chosen["lora"] = adapter
-    else:
-        chosen |= {"adapter": adapter, "adapter_trainable": True}
-    model = load(path, dtype=None if dtype == "auto" else getattr(torch, dtype), **chosen)
-    assert isinstance(model, PeftModel), "load() returns a PeftModel when it is given an adapter"
-    return model
 
 
 def run_training(
@@ -154,20 +108,21 @@ def run_training(
     checkpoint: Path | None,
     config: Mapping[str, object],
     config_yaml: str,
-    sample_ids: Sequence[Sequence[int]],
+    samples: Samples,
     wandb: bool,
     project: str,
     run_name: str | None,
-    sample_prompts: Sequence[str],
-    sample_max_new_tokens: int,
 ) -> None:
     """Train, save and report; `checkpoint` is where to go on from. JobError when the run cannot go on.
 
-    `config` is what W&B shows, `config_yaml` what the run's folder keeps. `sample_prompts` are answered
-    before and after; `sample_ids` are their ids.
+    `config` is what W&B shows, `config_yaml` what the run's folder keeps. `samples` are answered before and
+    after.
     """
     output_dir = Path(args.output_dir or "")
-    _claim(output_dir, config_yaml, resuming=checkpoint is not None)
+    with explained():
+        if checkpoint is not None:  # one that does not fit must not leave its configuration in the folder
+            load_adapter(model, checkpoint)
+        _claim(output_dir, config_yaml, resuming=checkpoint is not None)
     stream = stream_of(model)
     progress = Progress(sys.stderr, counters=stream.counters)
     stream.observers.append(progress.visit)
@@ -185,11 +140,11 @@ def run_training(
     )
 
     def show_answers(when: str) -> None:
-        for text, ids in zip(sample_prompts, sample_ids, strict=True):
-            said = answer(model, tokenizer, ids, max_new_tokens=sample_max_new_tokens)
-            progress.clear()
+        answers = samples.answers(model, tokenizer)
+        progress.clear()
+        for text, said in zip(samples.texts, answers, strict=True):
             sys.stdout.write(f"[{when} training] {text}\n    {said}\n")
-            sys.stdout.flush()
+        sys.stdout.flush()
 
     if checkpoint is None:  # a fresh adapter adds zero: this is the base model
         show_answers("before")

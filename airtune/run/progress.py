@@ -73,6 +73,11 @@ class Progress(TrainerCallback):
         else:
             logger.info("%s", line)
 
+    def begin(self, label: str) -> None:
+        """The visits from here on are for what `label` says."""
+        self._label = label
+        self._begin(time.perf_counter())
+
     def _line(self, visit: Visit, elapsed_s: float) -> str:
         parts = [self._label, visit.direction, f"layer {visit.index + 1}/{visit.count}"]
         if self._steps_left:

@@ -1,36 +1,13 @@
-"""What a run shows of itself: answers before and after, and a short account at the end."""
+"""What a run says of itself at its end: what it did, and where the result is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
 
 from airtune.run.progress import duration
-
-
-@torch.no_grad()
-def answer(
-    model: PeftModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, max_new_tokens: int
-) -> str:
-    """What the model says after `ids`, greedily, up to its own end token."""
-    was_training = model.training
-    model.eval()
-    ids_1S = torch.tensor([ids])
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    out_1S = model.generate(
-        input_ids=ids_1S,
-        attention_mask=torch.ones_like(ids_1S),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        use_cache=True,  # the Trainer switches it off in the config
-        pad_token_id=pad_id,
-    )
-    model.train(was_training)
-    return str(tokenizer.decode(out_1S[0, len(ids) :], skip_special_tokens=True)).strip()
 
 
 def report(lines: Sequence[Mapping[str, float]], model: PeftModel, adapter: Path) -> str:
@@ -44,13 +21,19 @@ def report(lines: Sequence[Mapping[str, float]], model: PeftModel, adapter: Path
         tokens, seconds = map(sum, zip(*speeds, strict=True))
         facts["training time"] = duration(seconds)
         facts["speed"] = f"{tokens / seconds:.0f} tokens/s"
-        facts["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+        facts["loss"] = _course([line["loss"] for line in steps])
     if evals:
-        facts["eval loss"] = f"{evals[0]['eval_loss']:.4f} -> {evals[-1]['eval_loss']:.4f}"
+        facts["eval loss"] = _course([line["eval_loss"] for line in evals])
     facts["run folder"] = str(adapter.parent)
     facts["adapter"] = str(adapter)
     facts["load it"] = loading_line(model, adapter)
     return "\n" + "".join(f"{name:14}{value}\n" for name, value in facts.items())
+
+
+def _course(losses: Sequence[float]) -> str:
+    """The first and the last, where there are two."""
+    ends = losses if len(losses) == 1 else (losses[0], losses[-1])
+    return " -> ".join(f"{loss:.4f}" for loss in ends)
 
 
 def loading_line(model: PeftModel, adapter: Path) -> str:

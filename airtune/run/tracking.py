@@ -186,6 +186,14 @@ class WandbTracker(TrainerCallback):
             values = rewrite_logs(dict(logs or {})) | {"train/global_step": state.global_step}
             self._attempt(lambda: run.log(values))
 
+    def results(self, values: Mapping[str, float]) -> None:
+        """A run of its own for numbers that belong to no step."""
+        self._attempt(self._open)
+        run = self._run
+        if run is not None:
+            self._attempt(lambda: run.log(dict(values)))
+        self.finish()
+
     def finish(self, *, failed: bool = False) -> None:
         """Upload what is left and close the run."""
         run = self._run

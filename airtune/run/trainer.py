@@ -19,35 +19,28 @@ Shape legend: B rows, S positions.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from airtune.model.adapter_io import atomic_folder, load_adapter, save_adapter, write_adapter
-from airtune.run.batches import Batch, TokenRows, name_rows, supervised_count, token_count
+from airtune.model.scoring import score_batch
+from airtune.run.arguments import refuse_unsupported
+from airtune.run.data.batches import Batch, TokenRows, name_rows, supervised_count, token_count
+from airtune.run.data.order import RowsByLength
+from airtune.run.evaluation import RowScore, row_scores, totals
 from airtune.run.tracking import StepMeter
 
 logger = logging.getLogger(__name__)
-
-_REFUSED = {
-    "activation_checkpointing": "streaming recomputes each layer already",
-    "bf16": "the base computes in the dtype it was loaded in and adapters in fp32",
-    "fp16": "the base computes in the dtype it was loaded in and adapters in fp32",
-    "bf16_full_eval": "the model is never cast",
-    "fp16_full_eval": "the model is never cast",
-    "torch_compile": "layers are wrapped one by one",
-    "use_liger_kernel": "it replaces forwards that streaming wraps",
-    "auto_find_batch_size": "memory is bounded by the stream's budgets",
-    "label_smoothing_factor": "the loss is computed without ever holding all logits",
-    "push_to_hub": "push the folder `adapter` when the run is over",
-}
 
 
 class TrainingError(RuntimeError):
@@ -117,7 +110,23 @@ class StreamedTrainer(Trainer):
         """0: counted from parameters, and frozen ones are placeholders without a size."""
         return 0
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """A share of warm-up is rounded up, and begins with the rate 0: a single step would learn nothing."""
+        if num_training_steps == 1 and self.args.warmup_steps < 1:
+            self.args.warmup_steps = 0
+        return super().create_scheduler(num_training_steps, optimizer)
+
     # One step.
+
+    def _get_train_sampler(self, train_dataset: Dataset[object] | None = None) -> Sampler[int] | None:
+        if self.args.train_sampling_strategy == "group_by_length":
+            step_rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return RowsByLength(self._train_rows, step_rows, seed)
+        sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
+        return sampler
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -144,7 +153,7 @@ class StreamedTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, object]:
         """The batch's mean loss; in training, times its share of the step's `num_items_in_batch` tokens."""
-        loss, outputs = self._mean_loss(model, inputs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if num_items_in_batch is not None:
             if not math.isfinite(loss.item()):
                 raise TrainingError(
@@ -152,10 +161,6 @@ class StreamedTrainer(Trainer):
                 )
             loss = loss * (supervised_count(inputs) / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
-
-    def _mean_loss(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, object]:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        return loss, outputs
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         # The Trainer asks for it after clipping and before the optimizer: the last moment to stop.
@@ -187,19 +192,21 @@ class StreamedTrainer(Trainer):
         """Mean NLL over all supervised tokens of `dataloader`, and their number."""
         self._peft_model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        nll, total = 0.0, 0
+        scores: list[RowScore] = []
         # A data loader draws a seed for its workers: without the fork, evaluating would change later dropout.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
-                if count := supervised_count(inputs):
-                    nll += count * self._mean_loss(self._peft_model, inputs)[0].item()
-                    total += count
+                if supervised_count(inputs):
+                    scores += row_scores(score_batch(self._peft_model, inputs), inputs["labels"])
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        if total == 0:
+        found = totals(scores)
+        if not scores:
             raise TrainingError("the evaluation rows have no supervised token")
-        if not math.isfinite(nll):
-            logger.error("The evaluation loss is %s; training goes on, its own losses are finite", nll)
-        metrics = {f"{metric_key_prefix}_loss": nll / total, f"{metric_key_prefix}_tokens": total}
+        if not math.isfinite(found["loss"]):
+            logger.error(
+                "The evaluation loss is %s; training goes on, its own losses are finite", found["loss"]
+            )
+        metrics = {f"{metric_key_prefix}_{name}": found[name] for name in ("loss", "tokens")}
         return EvalLoopOutput(np.empty(0), None, metrics, self.num_examples(dataloader))
 
     # Files.
@@ -207,14 +214,15 @@ class StreamedTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The verified adapter, in `output_dir` or else in the run's folder `adapter`."""
         folder = Path(output_dir) if output_dir else self.run_dir / "adapter"
-        save_adapter(self._peft_model, folder, trained=self.state.global_step > 0)
+        with _writing(folder):
+            save_adapter(self._peft_model, folder, trained=self.state.global_step > 0)
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         step = self.state.global_step
         target = self.run_dir / f"checkpoint-{step}"
         self.store_flos()
         self._keep_best(target)
-        with atomic_folder(target) as folder:
+        with _writing(target), atomic_folder(target) as folder:
             # A warm-up starts at learning rate 0: after one step the adapter may rightly be what it was.
             write_adapter(self._peft_model, folder, trained=step > 1)
             if not self.args.save_only_model:
@@ -259,6 +267,17 @@ class StreamedTrainer(Trainer):
         return name_rows(batches, self._train_rows)
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What a full or missing disk makes of safetensors, torch.save and Python, as one TrainingError."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise TrainingError(
+            f"{path} cannot be saved: {error}. Make room, and go on from the last checkpoint (resume=true)"
+        ) from error
+
+
 _ADVICE = (
     "Stopped before the optimizer: the adapter is as after the last step. Lower the learning rate, look at "
     "these rows, or load the base in another dtype (fp16 overflows where bf16 does not)"
@@ -269,16 +288,3 @@ _ACCUMULATION = (
     "gradient_accumulation_steps=%d streams the whole model %d times a step. For the same step at less cost "
     "multiply per_device_train_batch_size; stream.micro_batch_size bounds its memory"
 )
-
-
-def refuse_unsupported(args: TrainingArguments) -> None:
-    """ValueError for arguments that cannot be honoured beside streaming."""
-    if not args.use_cpu:
-        raise ValueError("use_cpu must be True: the model stays on the CPU, its layers visit the accelerator")
-    if args.world_size > 1:
-        raise ValueError(f"expected one process, got {args.world_size}: start the run without a launcher")
-    for name, reason in _REFUSED.items():
-        if getattr(args, name):
-            raise ValueError(f"{name} cannot be used with streaming: {reason}")
-    if args.deepspeed or args.fsdp:
-        raise ValueError("deepspeed and fsdp cannot be used with streaming: layers are streamed, not sharded")

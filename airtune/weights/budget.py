@@ -26,12 +26,21 @@ class SlotBudget:
     Args:
         fixed_nbytes: what is on the device besides slots however small the batch is: adapters in fp32 with
             their gradient and two moments.
+        experts_nbytes: for experts that are on the device at once, beside the layers' slots.
+        rows_nbytes: for rows of the output projection and of tables that are in memory at once, on the CPU.
     """
 
     count: int
     slot_nbytes: int
     nbytes: int | None
     fixed_nbytes: int = 0
+    experts_nbytes: int = 0
+    rows_nbytes: int = 0
+
+    @property
+    def window_nbytes(self) -> int:
+        """Weights that pass through beside the layers' slots."""
+        return self.experts_nbytes + self.rows_nbytes
 
     def first(self) -> int:
         """Slots for the first step.
@@ -41,20 +50,37 @@ class SlotBudget:
         """
         if self.nbytes is None or self.slot_nbytes == 0:
             return min(2, self.count)
-        least = self.slot_nbytes + self.fixed_nbytes
+        beside = self.fixed_nbytes + self.window_nbytes
+        least = self.slot_nbytes + beside
         if self.nbytes < least:
             raise ValueError(
                 f"memory for weights is limited to {self.nbytes:,} bytes and at least {least:,} are needed: "
-                f"{self.slot_nbytes:,} for the largest layer and {self.fixed_nbytes:,} for adapters and "
-                "their optimizer; raise the limit"
+                f"{self.slot_nbytes:,} for the largest layer, {self.fixed_nbytes:,} for adapters and "
+                f"their optimizer, {self.experts_nbytes:,} for experts and {self.rows_nbytes:,} for rows of "
+                "the tables at both ends; raise the limit"
             )
         # A second slot only where a third would fit as well: the work of the step is not known yet.
-        return min(2 if self.nbytes >= self.fixed_nbytes + 3 * self.slot_nbytes else 1, self.count)
+        return min(2 if self.nbytes >= beside + 3 * self.slot_nbytes else 1, self.count)
 
     def settled(self, working_nbytes: int) -> int:
         """Slots once a step was seen to take `working_nbytes` besides its slots; at least one."""
         if self.nbytes is None or self.slot_nbytes == 0:
             return self.first()
+        return max(1, min(self.count, self._left(working_nbytes) // self.slot_nbytes))
+
+    def mapped(self, room_nbytes: int) -> int:
+        """Layers that may stay mapped in `room_nbytes` of memory; no fewer than in the first step."""
+        if self.slot_nbytes == 0:
+            return self.count
+        return max(self.first(), min(self.count, room_nbytes // self.slot_nbytes))
+
+    def spare(self, working_nbytes: int) -> int:
+        """Bytes that are left for further experts once every layer has its slot."""
+        if self.nbytes is None:
+            return 0
+        return max(0, self._left(working_nbytes) - self.count * self.slot_nbytes)
+
+    def _left(self, working_nbytes: int) -> int:
+        assert self.nbytes is not None
         # The first step's peak comes before Adam's moments are there: half of what is fixed.
-        left = self.nbytes - int(working_nbytes * _WORKING_MARGIN) - self.fixed_nbytes // 2
-        return max(1, min(self.count, left // self.slot_nbytes))
+        return self.nbytes - int(working_nbytes * _WORKING_MARGIN) - self.fixed_nbytes // 2

@@ -12,7 +12,6 @@ changes after `open` is noticed only by reads that run past its new end.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
@@ -20,7 +19,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import huggingface_hub
-import torch
 from huggingface_hub.errors import (
     GatedRepoError,
     HTTPError,
@@ -31,23 +29,13 @@ from huggingface_hub.errors import (
 )
 
 from airtune.weights.header import CheckpointError, StoredTensor, listed, read_header
+from airtune.weights.manifest import check_store
+from airtune.weights.supported import SUPPORTED, read_json, refuse_packed, refuse_storage
 
 __all__ = ["Checkpoint", "CheckpointError", "StoredTensor"]
 
 logger = logging.getLogger(__name__)
 
-# What can be streamed, here and nowhere else: a scheme that gains a decoder is added to these two lines.
-STORAGE_DTYPES = frozenset(
-    {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool}
-    | {torch.int8, torch.int16, torch.int32, torch.int64}
-    | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
-)
-QUANTISATION_METHODS: frozenset[str] = frozenset()
-
-_SUPPORTED = (
-    "Supported: safetensors files that hold bfloat16, float16, float32 or float64 weights (and integer or "
-    "boolean buffers), with model.safetensors.index.json when there are several"
-)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -61,13 +49,6 @@ _OTHER_FORMATS = {
     ".msgpack": "Flax",
     ".onnx": "ONNX",
 }
-# Quantisers that say nothing in config.json leave one of these files, or give their tensors these endings.
-_QUANTISER_FILES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
-_QUANTISED_ENDINGS = {".qweight": "gptq or awq", ".q_weight": "exl2"}
 _NUMBERED_SHARD = re.compile(r"(.*)-(\d{1,5})-of-(\d{1,5})\.safetensors")
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -105,7 +86,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         folder = Path(path).expanduser()
         if folder.is_file():
             raise CheckpointError(
-                f"{folder}: is a file, expected a checkpoint's folder. Give {folder.parent}. {_SUPPORTED}."
+                f"{folder}: is a file, expected a checkpoint's folder. Give {folder.parent}. {SUPPORTED}."
             )
         if folder.is_dir():
             if revision is not None:
@@ -125,6 +106,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
 
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    check_store(folder)
     file_names, weight_map = _choose_files(folder, [file.name for file in folder.iterdir() if file.is_file()])
     headers: dict[str, dict[str, StoredTensor]] = {}
     faults: list[str] = []
@@ -140,7 +122,7 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{folder}: {listed(file_names)} hold no tensors. Save the model again, or give another folder."
         )
-    _refuse_storage(tensors)
+    refuse_storage(folder, tensors)
     return tensors
 
 
@@ -150,7 +132,7 @@ def _choose_files(folder: Path, names: Collection[str]) -> tuple[list[str], dict
     `folder` needs to hold the JSON files only: before a download `names` is the hub's list. With both a
     single file and an index the single file is read, because that is the one that transformers reads.
     """
-    _refuse_quantised(folder, names)
+    refuse_packed(folder, names)
     if _SINGLE in names:
         if _INDEX in names:
             logger.warning("%s holds %s and %s: reading the former", folder, _SINGLE, _INDEX)
@@ -186,20 +168,8 @@ def _shards_of(file_names: list[str]) -> set[str]:
     return shards
 
 
-def _read_json(file: Path) -> dict[str, object]:
-    try:
-        parsed: object = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not JSON ({error}). Fetch the file again.") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(
-            f"{file}: is a JSON {type(parsed).__name__}, expected an object. Fetch the file again."
-        )
-    return parsed
-
-
 def _read_index(file: Path) -> dict[str, str]:
-    weight_map = _read_json(file).get("weight_map")
+    weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: has no weight_map {{tensor: file}}. Fetch the file again.")
     odd = [name for name in weight_map.values() if not isinstance(name, str)]
@@ -254,7 +224,7 @@ def _join_by_index(
 
 def _no_weights(folder: Path, names: Collection[str]) -> CheckpointError:
     if _ADAPTER_CONFIG in names:
-        base = _read_json(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
+        base = read_json(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
         return CheckpointError(
             f"{folder}: holds an adapter ({_ADAPTER_CONFIG}) and no model weights; its base is {base!r}. "
             f"Set model.path to the base model and adapter.path to {folder}."
@@ -264,49 +234,10 @@ def _no_weights(folder: Path, names: Collection[str]) -> CheckpointError:
     )
     if others:
         return CheckpointError(
-            f"{folder}: holds weights as {listed(others)} only, which cannot be streamed. {_SUPPORTED}. "
+            f"{folder}: holds weights as {listed(others)} only, which cannot be streamed. {SUPPORTED}. "
             "Take the model's safetensors version, or load it with transformers and call save_pretrained."
         )
-    return CheckpointError(f"{folder}: no weights among {listed(sorted(names)) or 'no files'}. {_SUPPORTED}.")
-
-
-def _refuse_quantised(folder: Path, names: Collection[str]) -> None:
-    """Refuse by what the JSON files say, before a shard is opened or downloaded."""
-    methods = {
-        f"{method} ({name})"
-        for name, method in _QUANTISER_FILES.items()
-        if name in names and method not in QUANTISATION_METHODS
-    }
-    if "config.json" in names:
-        config = _read_json(folder / "config.json")
-        for part in (config, config.get("text_config")):
-            # MLX writes "quantization" where everyone else writes "quantization_config".
-            for key in ("quantization_config", "quantization"):
-                scheme = part.get(key) if isinstance(part, dict) else None
-                if isinstance(scheme, dict) and scheme:
-                    method = scheme.get("quant_method", f"{key} without quant_method")
-                    methods |= set() if method in QUANTISATION_METHODS else {f"{method} (config.json)"}
-    if methods:
-        raise _quantised(folder, methods)
-
-
-def _refuse_storage(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse by what the headers say: old quantisers leave no word in the JSON files."""
-    for name, tensor in tensors.items():
-        for ending, method in _QUANTISED_ENDINGS.items():
-            if name.endswith(ending):
-                raise _quantised(tensor.file, {f"{method} (tensor {name})"})
-    foreign = [name for name, tensor in tensors.items() if tensor.dtype not in STORAGE_DTYPES]
-    if foreign:
-        first = [f"{name} ({tensors[name].dtype})" for name in foreign]
-        raise _quantised(tensors[foreign[0]].file, {f"{len(foreign)} tensors: {listed(first)}"})
-
-
-def _quantised(where: Path, methods: Collection[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: is quantised in a form that cannot be streamed: {listed(sorted(methods))}. {_SUPPORTED}. "
-        "Use the model's unquantised checkpoint."
-    )
+    return CheckpointError(f"{folder}: no weights among {listed(sorted(names)) or 'no files'}. {SUPPORTED}.")
 
 
 def _download(repo_id: str, revision: str | None, include_code: bool) -> Path:

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,14 +29,19 @@ from airtune.weights.header import CheckpointError, StoredTensor
 # Reads pages and maps them, in the thread that asks (Linux 5.14), so that they are not faulted in one by one
 # in the middle of a matrix product. Python has no name for it yet.
 _MADV_POPULATE_READ = 22
+# Python has a name for it from 3.13 on.
+_MAP_NORESERVE = 0x4000
 # The address space is locked against new mappings meanwhile, and large tensors are mappings: in small bites.
 _POPULATE_NBYTES = 2 * 2**20
+# A thread that populates waits for each of its reads; a disk likes to be asked for several things at once.
+_POPULATE_THREADS = 4
 # Elsewhere the kernel is only told. Linux cuts each MADV_WILLNEED, silently, to what the device reads at once
 # (of 512 MB asked for at once, 8 MB arrived). 128 kB is the default read-ahead: such a call is served whole.
 _READ_AHEAD_NBYTES = 128 * 2**10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 class FileRange(Protocol):
@@ -60,12 +66,17 @@ class FileMap:
     A mapping lives as long as this object or any of its tensors. The pages are private: writing to a tensor
     never reaches the file. A file that is cut short while it is mapped ends the process (SIGBUS), as with any
     mapping. May be used from several threads.
+
+    Args:
+        scattered: what is read lies anywhere: the kernel reads nothing beside it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, scattered: bool = False) -> None:
+        self._scattered = scattered
         self._mappings: dict[Path, _Mapping] = {}
         self._lock = threading.Lock()
         self._can_populate = _can_populate()
+        self._pool = ThreadPoolExecutor(_POPULATE_THREADS, thread_name_prefix="airtune-map")
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
         """The tensor, of `stored.shape` and `stored.dtype`, without a copy and without reading a byte yet.
@@ -98,11 +109,34 @@ class FileMap:
         """
         for file, begin, end in _unions(ranges):
             begin -= begin % mmap.PAGESIZE
-            if self._can_populate:
-                for bite in range(begin, end, _POPULATE_NBYTES):
-                    self._advise(file, bite, min(bite + _POPULATE_NBYTES, end), _MADV_POPULATE_READ)
-            else:
+            if not self._can_populate:
                 self._announce(file, begin, end)
+                continue
+            begins = range(begin, end, _POPULATE_NBYTES)
+            bites = [(file, bite, min(bite + _POPULATE_NBYTES, end), _MADV_POPULATE_READ) for bite in begins]
+            if len(bites) > 1 and any(self._lacks(*bite[:3]) for bite in (bites[0], bites[-1])):
+                for _ in self._pool.map(lambda bite: self._advise(*bite), bites):
+                    pass
+            else:
+                for bite in bites:
+                    self._advise(*bite)
+
+    def lacks(self, ranges: Iterable[FileRange]) -> bool:
+        """Whether reading these bytes would wait for the disk, as far as the kernel says: it tells the file's
+        owner and whoever may write it. Always False where it cannot be asked to read.
+        """
+        if not self._can_populate:
+            return False
+        return any(
+            self._lacks(file, begin - begin % mmap.PAGESIZE, end) for file, begin, end in _unions(ranges)
+        )
+
+    def _lacks(self, file: Path, begin: int, end: int) -> bool:
+        in_memory = ctypes.create_string_buffer(-(-(end - begin) // mmap.PAGESIZE))
+        if _libc.mincore(self._mapping(file).address + begin, end - begin, in_memory) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(file))
+        return b"\0" in in_memory.raw
 
     def announce(self, ranges: Iterable[FileRange]) -> None:
         """Have the kernel read these bytes ahead, rounded out to whole pages; the reads may end later."""
@@ -128,8 +162,16 @@ class FileMap:
         with self._lock:
             if file not in self._mappings:
                 with file.open("rb") as stream:
-                    # ACCESS_COPY is MAP_PRIVATE and writable, which is what torch asks of a buffer.
-                    memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                    # Writable, which is what torch asks of a buffer. No memory is set aside for such writes:
+                    # the file may be larger than all of it.
+                    memory = mmap.mmap(
+                        stream.fileno(),
+                        0,
+                        flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                    )
+                if self._scattered:
+                    memory.madvise(mmap.MADV_RANDOM)
                 address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
                 self._mappings[file] = _Mapping(memory, address)
             return self._mappings[file]

@@ -7,36 +7,104 @@ that land in place; what must be cast or converted is written into its place by 
 When the device is the CPU and a tensor's stored bytes are its compute form, even that is one copy too many:
 the parameter is then a view of the mapped file, and only the rest of the layer is in the buffer (most often
 nothing).
+
+A packed tensor is in the image as it is in the file: several stored tensors, which are decoded when the
+tensor is used. What stands for it is a `LazyTensor` over views of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from airtune.weights.checkpoint import StoredTensor
+from airtune.weights.decode import Decoded
 from airtune.weights.file_map import FileMap
 from airtune.weights.layout import Conversion, TensorPlan
+from airtune.weights.lazy import LazyTensor
 from airtune.weights.reader import ByteRange, ByteReader
 
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A source of a packed tensor: where its bytes begin in the buffer."""
+
+    key: str
+    tensor: StoredTensor
+    offset: int
+
+
+@dataclass(frozen=True)
 class Region:
-    """One tensor of the image: its plan, and where its bytes begin in the buffer."""
+    """One tensor of the image: its plan, and where its bytes begin in the buffer.
+
+    Args:
+        parts: of a packed tensor, its sources.
+    """
 
     plan: TensorPlan
     offset: int
+    parts: tuple[Stored, ...] = ()
+
+    @classmethod
+    def at(cls, offset: int, plan: TensorPlan) -> Region:
+        """At the first place from `offset` on."""
+        if not plan.packed:
+            return cls(plan, _aligned(offset))
+        parts, end = [], offset
+        for key, stored in plan.conversion.travels():
+            parts.append(Stored(key, stored, _aligned(end)))
+            end = parts[-1].offset + stored.nbytes
+        return cls(plan, _aligned(offset), tuple(parts))
+
+    @property
+    def nbytes(self) -> int:
+        if not self.plan.packed:
+            return self.plan.nbytes
+        return self.parts[-1].offset + self.parts[-1].tensor.nbytes - self.offset
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of `buffer` (uint8)."""
-        flat = buffer[self.offset : self.offset + self.plan.nbytes]
-        return flat.view(self.plan.dtype).view(self.plan.shape)
+        """The tensor as a view of `buffer` (uint8); a packed one decodes such views when it is used."""
+        if not self.plan.packed:
+            return _view(buffer, self.offset, self.plan.nbytes).view(self.plan.dtype).view(self.plan.shape)
+        views = {
+            part.key: _view(buffer, part.offset, part.tensor.nbytes)
+            .view(part.tensor.dtype)
+            .view(part.tensor.shape)
+            for part in self.parts
+        }
+        return _decoded_when_used(self.plan, views)
+
+    def ranges(self) -> list[ByteRange]:
+        """Reads that land in the buffer as they are."""
+        if self.plan.packed:
+            return [ByteRange(p.tensor.file, p.tensor.offset, p.tensor.nbytes, p.offset) for p in self.parts]
+        if not self.plan.lands:
+            return []
+        return [
+            ByteRange(p.source.file, p.source.offset + p.offset, p.nbytes, self.offset + p.into)
+            for p in self.plan.pieces or ()
+        ]
+
+
+def _aligned(offset: int) -> int:
+    return math.ceil(offset / _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    return buffer[offset : offset + nbytes]
+
+
+def _decoded_when_used(plan: TensorPlan, sources: Mapping[str, torch.Tensor]) -> LazyTensor:
+    """The tensor of a packed plan over {checkpoint key: tensor as stored}, which are there."""
+    like = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
+    device = next(iter(sources.values())).device
+    return LazyTensor(Decoded(like, device, lambda: plan.decode(sources)))
 
 
 @dataclass(frozen=True)
@@ -67,36 +135,31 @@ class LayerImage:
             if map_files and can_be_mapped(plan):
                 mapped.append(plan)
                 continue
-            packed.append(Region(plan, end))
-            end = math.ceil((end + plan.nbytes) / _ALIGNMENT) * _ALIGNMENT
-        ranges = tuple(
-            ByteRange(p.source.file, p.source.offset + p.offset, p.nbytes, region.offset + p.into)
-            for region in packed
-            if region.plan.lands
-            for p in region.plan.pieces or ()
-        )
+            packed.append(Region.at(end, plan))
+            end = _aligned(packed[-1].offset + packed[-1].nbytes)
+        ranges = tuple(part for region in packed for part in region.ranges())
         sources = {(s.file, s.offset): s for region in packed for s in _sources(region.plan)}
         read_nbytes = sum(source.nbytes for source in sources.values())
         return cls(tuple(mapped), tuple(packed), end, read_nbytes, ranges)
 
     @property
     def mapped_nbytes(self) -> int:
-        return sum(plan.nbytes for plan in self.mapped)
+        return sum(_mapped_nbytes(plan) for plan in self.mapped)
 
     def mapped_ranges(self) -> list[StoredTensor]:
         """The stored tensors behind the views, for read-ahead and release."""
-        return [plan.conversion.sources[0][2] for plan in self.mapped]
+        return [stored for plan in self.mapped for stored in _sources(plan)]
 
-    def fill(self, buffer: torch.Tensor, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> None:
+    def fill(self, buffer: torch.Tensor, reader: ByteReader, files: FileMap) -> None:
         """Write the packed tensors into `buffer` (uint8, host, at least `nbytes` long)."""
-        Filling(self, reader, files, model).write(buffer, 0, self.nbytes)
+        Filling(self, reader, files).write(buffer, 0, self.nbytes)
 
 
 class Filling:
     """Writing an image part by part, so that reading one part overlaps with sending the part before."""
 
-    def __init__(self, image: LayerImage, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> None:
-        self._image, self._reader, self._files, self._model = image, reader, files, model
+    def __init__(self, image: LayerImage, reader: ByteReader, files: FileMap) -> None:
+        self._image, self._reader, self._files = image, reader, files
         self._converted: dict[Conversion, dict[str, torch.Tensor]] = {}
         self._scratch: dict[int, torch.Tensor] = {}
 
@@ -105,8 +168,8 @@ class Filling:
         reads = [part for whole in self._image.ranges if (part := _clipped(whole, start, stop))]
         self._reader.read_into(reads, buffer)
         for region in self._image.packed:
-            first, last = max(start, region.offset), min(stop, region.offset + region.plan.nbytes)
-            if region.plan.lands or first >= last:
+            first, last = max(start, region.offset), min(stop, region.offset + region.nbytes)
+            if region.plan.lands or region.plan.packed or first >= last:
                 continue
             if last - first == region.plan.nbytes:
                 self._convert(region.plan, buffer[first - start : last - start])
@@ -135,7 +198,7 @@ class Filling:
             # The cast comes first, as in transformers' own loading, so that the result is the same to the
             # bit.
             sources = {key: self._files.tensor(s).to(plan.dtype) for key, _, s in plan.conversion.sources}
-            self._converted[plan.conversion] = plan.conversion.convert(sources, self._model)
+            self._converted[plan.conversion] = plan.conversion.convert(sources)
         target.copy_(self._converted[plan.conversion][plan.output])
 
 
@@ -150,7 +213,9 @@ def _clipped(whole: ByteRange, start: int, stop: int) -> ByteRange | None:
 
 
 def can_be_mapped(plan: TensorPlan) -> bool:
-    """True when the tensor's bytes in the file are, as they lie there, the tensor."""
+    """True when the bytes in the file are, as they lie there, the tensor, or what it is decoded from."""
+    if plan.packed:
+        return all(s.nbytes > 0 and s.offset % s.dtype.itemsize == 0 for s in _sources(plan))
     return plan.lands and is_one_view(plan)
 
 
@@ -163,7 +228,11 @@ def is_one_view(plan: TensorPlan) -> bool:
 
 
 def view_stored(plan: TensorPlan, files: FileMap) -> torch.Tensor:
-    """The tensor of a plan that `is_one_view`, in its stored dtype, as a view of the file."""
+    """The tensor of a plan that `is_one_view`, in its stored dtype, as a view of the file; a packed one
+    decodes such views when it is used.
+    """
+    if plan.packed:
+        return _decoded_when_used(plan, {key: files.tensor(s) for key, s in plan.conversion.travels()})
     assert is_one_view(plan) and plan.pieces is not None
     piece = plan.pieces[0]
     start = piece.offset // plan.stored_dtype.itemsize
@@ -171,15 +240,23 @@ def view_stored(plan: TensorPlan, files: FileMap) -> torch.Tensor:
     return whole[start : start + math.prod(plan.shape)].view(plan.shape)
 
 
-def load_tensor(plan: TensorPlan, reader: ByteReader, files: FileMap, model: PreTrainedModel) -> torch.Tensor:
+def load_tensor(plan: TensorPlan, reader: ByteReader, files: FileMap) -> torch.Tensor:
     """The tensor of any plan, in host memory: a view of the file where that will do, else a new tensor."""
+    if plan.packed:
+        made = plan.decode({key: files.tensor(stored) for key, stored in plan.conversion.travels()})
+        files.release(_sources(plan))
+        return made
     if can_be_mapped(plan):
         return view_stored(plan, files)
     image = LayerImage.of([plan], map_files=False)
     buffer = torch.empty(image.nbytes, dtype=torch.uint8)
-    image.fill(buffer, reader, files, model)
+    image.fill(buffer, reader, files)
     return image.packed[0].view(buffer)
 
 
+def _mapped_nbytes(plan: TensorPlan) -> int:
+    return sum(stored.nbytes for stored in _sources(plan)) if plan.packed else plan.nbytes
+
+
 def _sources(plan: TensorPlan) -> Sequence[StoredTensor]:
-    return [stored for _, _, stored in plan.conversion.sources]
+    return [stored for _, stored in plan.conversion.travels()]

@@ -11,16 +11,15 @@ chunking. For these the plan holds where each byte range lands (`Piece`), so tha
 conversion: a fused [128, 2x768, 2048] gate/up parameter is 256 reads into place, with nothing stacked or
 copied afterwards. Everything rarer (a transpose, a rope permutation) keeps the library's own converter and
 costs a copy.
+
+A weight that is stored packed has several sources too, and its converter begins with a quantizer's operation.
+It is not made while the layer is brought, but whenever it is used: see `decode`.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -28,94 +27,50 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from airtune.weights.checkpoint import CheckpointError, StoredTensor
+from airtune.weights.decode import (
+    Decoder,
+    Scheme,
+    Source,
+    decodes,
+    is_packed,
+    read_described,
+    refuse_undecoded,
+    without_decoding,
+)
 from airtune.weights.header import listed
 from airtune.weights.pieces import Piece, trace_pieces
+from airtune.weights.plans import Conversion, TensorPlan
+from airtune.weights.stand_in import StandIn
+
+__all__ = ["Conversion", "TensorPlan", "plan_weights", "source_number"]
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Checkpoint tensors that make one or more module tensors together.
-
-    Args:
-        target: the module tensor that transformers files the conversion under.
-        sources: (checkpoint key, source pattern, stored tensor), in the order the converter expects.
-        converter: None for a plain copy under another name.
-    """
-
-    target: str
-    sources: tuple[tuple[str, str, StoredTensor], ...]
-    converter: WeightConverter | None
-
-    def convert(self, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Run transformers' own operations on {checkpoint key: tensor}; returns {module tensor name:
-        tensor}.
-        """
-        transform: WeightTransform
-        if self.converter is None:
-            transform = WeightRenaming(self.sources[0][0], self.target)
-        else:
-            transform = copy.deepcopy(self.converter)
-        for key, pattern, _ in self.sources:
-            transform.add_tensor(self.target, key, pattern, partial(tensors.__getitem__, key))  # type: ignore[arg-type]
-        made = transform.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How one module tensor is made.
-
-    Args:
-        name: the tensor's name in the model's state dict.
-        dtype, shape: compute form, as the meta model has it.
-        conversion: its sources; `output` is this tensor's name among the conversion's outputs (another one
-            when tied).
-        pieces: where each byte range lands, when moving bytes is all there is to do; else None.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    conversion: Conversion
-    output: str
-    pieces: tuple[Piece, ...] | None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        return self.conversion.sources[0][2].dtype
-
-    @property
-    def lands(self) -> bool:
-        """True when reading the pieces is all: no conversion, no cast."""
-        return self.pieces is not None and self.stored_dtype == self.dtype
-
-
-def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor]) -> dict[str, TensorPlan]:
+def plan_weights(
+    model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor], scheme: Scheme | None = None
+) -> dict[str, TensorPlan]:
     """{module tensor name: plan} for every persistent tensor of `model` (on meta, its buffers aside).
 
+    Args:
+        scheme: how the checkpoint's weights are packed, if they are (`schemes.take_scheme`).
+
     Raises:
-        CheckpointError: a module tensor has no source, a shape differs, or a checkpoint tensor is neither
-            used nor on the model's own ignore list.
+        CheckpointError: a module tensor has no source, a shape differs, a packed weight lacks its scale, or a
+            checkpoint tensor is neither used nor on the model's own ignore list.
     """
     wanted = model.state_dict()
-    conversions, unused = _group_sources(model, checkpoint, wanted)
+    conversions, unused = _group_sources(model, checkpoint, wanted, scheme)
     made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]] = {}
     wrong_shape = []
     for conversion in conversions:
         sources = {key: stored for key, _, stored in conversion.sources}
         try:
-            outputs = conversion.convert({k: _on_meta(s) for k, s in sources.items()}, model)
+            outputs = conversion.convert({k: _on_meta(s) for k, s in sources.items()})
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
             raise CheckpointError(
                 f"{conversion.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
@@ -141,7 +96,7 @@ def plan_weights(model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor])
 
 def _pieces(conversion: Conversion, model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
     sources = [(pattern, stored) for _, pattern, stored in conversion.sources]
-    if len({stored.dtype for _, stored in sources}) > 1:
+    if conversion.decoder is not None or len({stored.dtype for _, stored in sources}) > 1:
         return {}
     return trace_pieces(conversion.target, sources, conversion.converter, model)
 
@@ -151,17 +106,24 @@ def _on_meta(stored: StoredTensor) -> torch.Tensor:
 
 
 def _group_sources(
-    model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor], wanted: dict[str, torch.Tensor]
+    model: PreTrainedModel,
+    checkpoint: Mapping[str, StoredTensor],
+    wanted: dict[str, torch.Tensor],
+    scheme: Scheme | None,
 ) -> tuple[list[Conversion], list[str]]:
     """Rename every checkpoint key as transformers would, and gather the keys that share a converter."""
     mapping = get_model_conversion_mapping(model)
+    if scheme is not None:
+        mapping = scheme.update_weight_conversions(mapping, model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
-    groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str, StoredTensor]]]] = {}
+    groups: dict[str, tuple[WeightConverter | None, list[Source]]] = {}
     unused = []
     for key in sorted(checkpoint, key=dot_natural_key):
+        if scheme is not None and key.rpartition(".")[2] in scheme.unread:
+            continue
         target, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if target not in wanted and key in wanted:
             target, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
@@ -170,10 +132,31 @@ def _group_sources(
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((key, pattern or key, checkpoint[key]))
-    for target, (converter, sources) in groups.items():
-        _check_sources(target, converter, [(key, pattern) for key, pattern, _ in sources])
-    made = [Conversion(target, tuple(sources), converter) for target, (converter, sources) in groups.items()]
+    made = [
+        _conversion(target, sources, converter, scheme, StandIn(model.config, wanted))
+        for target, (converter, sources) in groups.items()
+    ]
     return made, unused
+
+
+def _conversion(
+    target: str,
+    sources: list[Source],
+    converter: WeightConverter | None,
+    scheme: Scheme | None,
+    model: StandIn,
+) -> Conversion:
+    asked = model
+    if scheme is not None and converter is not None and decodes(converter):
+        if is_packed(scheme, sources):
+            asked = Decoder.of(model, read_described(scheme, sources))
+        else:  # stored as it is, among others that are packed
+            converter = without_decoding(converter)
+            sources = [(key, pattern if converter else key, stored) for key, pattern, stored in sources]
+    _check_sources(target, converter, [(key, pattern) for key, pattern, _ in sources])
+    if asked is model:
+        refuse_undecoded(target, model.get_parameter(target).dtype, sources)
+    return Conversion(target, tuple(sources), converter, asked)
 
 
 def _check_sources(target: str, converter: WeightConverter | None, sources: list[tuple[str, str]]) -> None:
@@ -244,6 +227,12 @@ def _check_complete(
             f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}. "
             "Check that config.json and the weights belong together and that every shard was downloaded."
         )
+
+
+def source_number(key: str, pattern: str) -> int | None:
+    """The number that stands in `key` for the `*` of its source pattern: an expert's index."""
+    found = _numbered(pattern).search(key) if "*" in pattern else None
+    return None if found is None else int(found[1])
 
 
 def _numbered(pattern: str) -> re.Pattern[str]:

@@ -3,7 +3,7 @@
 The output projection of a large model is its largest matrix (248320 x 5120 in bf16: 2.5 GB, three times a
 layer) and is needed once a step, row by row. It is never on the device whole: chunks of rows pass through two
 small buffers, the next one on its way while the current one is used. On the CPU a chunk is a view of the
-mapped file.
+mapped file, whose pages a thread brings in ahead of the use and gives back after it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import torch
 
 from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
+from airtune.weights.pinned import host_buffer, owned_by
 from airtune.weights.reader import ByteRange, ByteReader
 
 CHUNK_NBYTES = 32 * 2**20
+# On the CPU nothing travels, so small chunks cost nothing; two of them are mapped while the last layer's
+# graph waits for the loss, and that is the peak of a step.
+MAPPED_CHUNK_NBYTES = 16 * 2**20
 
 
 class Rows(Protocol):
@@ -35,8 +39,12 @@ class Rows(Protocol):
         """Write rows, cast to the dtype of `into`, to host memory."""
         ...
 
-    def announce(self, start: int, stop: int) -> None:
-        """These rows are needed soon."""
+    def lacks(self, start: int, stop: int) -> bool:
+        """Whether using these rows would wait for the disk."""
+        ...
+
+    def bring(self, start: int, stop: int) -> None:
+        """Have these rows in memory, where `view` shows them."""
         ...
 
     def release(self, start: int, stop: int) -> None:
@@ -57,7 +65,10 @@ class TensorRows:
     def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
         into.copy_(self._matrix_VD[start:stop])
 
-    def announce(self, start: int, stop: int) -> None:
+    def lacks(self, start: int, stop: int) -> bool:
+        return False
+
+    def bring(self, start: int, stop: int) -> None:
         pass
 
     def release(self, start: int, stop: int) -> None:
@@ -85,8 +96,11 @@ class FileRows:
             into.copy_(self._matrix_VD[start:stop])
             self.release(start, stop)
 
-    def announce(self, start: int, stop: int) -> None:
-        self._files.announce([self._range(start, stop)])
+    def lacks(self, start: int, stop: int) -> bool:
+        return self._files.lacks([self._range(start, stop)])
+
+    def bring(self, start: int, stop: int) -> None:
+        self._files.populate([self._range(start, stop)])
 
     def release(self, start: int, stop: int) -> None:
         self._files.release([self._range(start, stop)])
@@ -99,41 +113,99 @@ class FileRows:
 class ChunkedMatrix:
     """Rows [V, D], brought to `device` in chunks.
 
+    Attributes:
+        stays: leave rows where they were used: mapped (on the CPU), or on the device once they all have been
+            there. Whoever generates uses all of them again with each token.
+        nbytes: of the whole matrix, in compute form.
+
     Args:
         dtype: compute dtype of the chunks.
-        chunk_nbytes: size of a chunk in compute form.
+        chunk_nbytes: size of a chunk in compute form; None for what suits the device.
     """
 
     def __init__(
-        self, rows: Rows, *, device: torch.device, dtype: torch.dtype, chunk_nbytes: int = CHUNK_NBYTES
+        self, rows: Rows, *, device: torch.device, dtype: torch.dtype, chunk_nbytes: int | None = None
     ) -> None:
         self._rows, self.device, self.dtype = rows, device, dtype
+        self._stays = False
+        self._kept: list[tuple[int, torch.Tensor]] = []
         self.rows, self.columns = rows.shape
+        self.nbytes = self.rows * self.columns * dtype.itemsize
+        on_cpu = device.type == "cpu"
+        if chunk_nbytes is None:
+            chunk_nbytes = MAPPED_CHUNK_NBYTES if on_cpu else CHUNK_NBYTES
         step = max(1, min(self.rows, chunk_nbytes // (self.columns * dtype.itemsize)))
         self._spans = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
-        self._pipe = None if device.type == "cpu" else _Pipe(rows, (step, self.columns), dtype, device)
+        self._pipe = None if on_cpu else _Pipe(rows, (step, self.columns), dtype, device)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-head") if on_cpu else None
+        self._bringing: dict[tuple[int, int], Future[None]] = {}
+
+    @property
+    def stays(self) -> bool:
+        return self._stays
+
+    @stays.setter
+    def stays(self, value: bool) -> None:
+        self._stays = value
+        if not value:
+            self._kept = []
+
+    @property
+    def held_nbytes(self) -> int:
+        """Device memory of rows that stay."""
+        return sum(rows_VD.nbytes for _, rows_VD in self._kept)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, rows on the device); each is valid until the next is asked for."""
         if self._pipe is not None:
-            yield from self._pipe.chunks(self._spans)
+            yield from self._kept or self._piped(self._pipe)
             return
-        for i, (start, stop) in enumerate(self._spans):
-            if i + 1 < len(self._spans):
-                self._rows.announce(*self._spans[i + 1])
-            yield start, self._rows.view(start, stop).to(self.dtype)
-            self._rows.release(start, stop)
+        self._bring(self._spans[0])
+        for span, following in zip(self._spans, [*self._spans[1:], None], strict=True):
+            if (bringing := self._bringing.pop(span, None)) is not None:
+                bringing.result()
+            if following is not None:
+                self._bring(following)
+            try:
+                yield span[0], self._rows.view(*span).to(self.dtype)
+            finally:
+                self._give_back(span)
 
     def announce(self) -> None:
         """The chunks are asked for soon: have the first one in host memory by then."""
         if self._pipe is None:
-            self._rows.announce(*self._spans[0])
-        else:
+            self._bring(self._spans[0])
+        elif not self._kept:
             self._pipe.start(self._spans[0])
 
     def close(self) -> None:
         if self._pipe is not None:
             self._pipe.close()
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _piped(self, pipe: _Pipe) -> Iterator[tuple[int, torch.Tensor]]:
+        if not self.stays:
+            yield from pipe.chunks(self._spans)
+            return
+        kept = []
+        for start, rows_VD in pipe.chunks(self._spans):
+            with torch.inference_mode(False):  # a training step may use them later
+                kept.append((start, rows_VD.clone()))
+            yield kept[-1]
+        if self.stays:
+            self._kept = kept
+
+    def _bring(self, span: tuple[int, int]) -> None:
+        """On the CPU: have the thread map these rows, unless they are mapped or on their way."""
+        assert self._worker is not None
+        if span not in self._bringing and (not self.stays or self._rows.lacks(*span)):
+            self._bringing[span] = self._worker.submit(self._rows.bring, *span)
+
+    def _give_back(self, span: tuple[int, int]) -> None:
+        assert self._worker is not None
+        if not self.stays:
+            self._worker.submit(self._rows.release, *span)
 
 
 class _Pipe:
@@ -142,7 +214,7 @@ class _Pipe:
     def __init__(self, rows: Rows, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._rows, self._shape, self._dtype, self._device = rows, shape, dtype, device
         self._stream = torch.Stream(device=device)
-        self._hosts = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(2)]
+        self._hosts = [host_buffer(shape, dtype) for _ in range(2)]
         self._copied: list[torch.Event | None] = [None, None]
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-head")
         self._begun: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
@@ -177,7 +249,7 @@ class _Pipe:
                 used[turn] = torch.accelerator.current_stream(self._device).record_event()
         finally:
             for device in devices:
-                device.record_stream(self._stream)
+                owned_by(device, self._stream)
 
     def _read(self, turn: int, span: tuple[int, int]) -> torch.Tensor:
         """In the thread: rows into a pinned buffer, once the copy out of it is done."""

@@ -132,7 +132,7 @@ def _concatenate(values: Sequence[_Virtual], dim: int, itemsize: int) -> _Virtua
         start = index * sum(widths)
         for value, width in zip(values, widths, strict=True):
             moved += [
-                _shift(piece, start) for piece in _cut(value.pieces, index * width, (index + 1) * width)
+                _shift(piece, start) for piece in cut_pieces(value.pieces, index * width, (index + 1) * width)
             ]
             start += width
     shape = list(values[0].shape)
@@ -147,7 +147,7 @@ def _chunk(value: _Virtual, names: Sequence[str], itemsize: int) -> dict[str, li
     width = value.count // len(names) * itemsize
     shape = (rows, *value.shape[1:])
     return {
-        name: [_Virtual(shape, _cut(value.pieces, i * width, (i + 1) * width))]
+        name: [_Virtual(shape, cut_pieces(value.pieces, i * width, (i + 1) * width))]
         for i, name in enumerate(names)
     }
 
@@ -156,7 +156,7 @@ def _shift(piece: Piece, by: int) -> Piece:
     return Piece(piece.source, piece.offset, piece.nbytes, piece.into + by)
 
 
-def _cut(pieces: Iterable[Piece], start: int, end: int) -> tuple[Piece, ...]:
+def cut_pieces(pieces: Iterable[Piece], start: int, end: int) -> tuple[Piece, ...]:
     """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins at
     `start`.
     """

@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -116,6 +117,8 @@ class ByteReader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="airtune-read")
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
+        # Whoever forgets the reader leaves no files open: threads end by themselves, descriptors do not.
+        self._close_files = weakref.finalize(self, _close_all, self._descriptors)
 
     def read_into(self, ranges: Sequence[ByteRange], buffer: torch.Tensor | memoryview) -> None:
         """Read every range to its place in `buffer`, and return when all are there.
@@ -152,9 +155,7 @@ class ByteReader:
         """End the threads and close the files; the reader is not used after that."""
         self._pool.shutdown()
         with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+            self._close_files()
         self._bounces.clear()
 
     def __enter__(self) -> Self:
@@ -185,6 +186,11 @@ class ByteReader:
             _read_all(pieces, lambda piece: _read_direct(piece, bounce))
         finally:
             self._bounces.append(bounce)
+
+
+def _close_all(descriptors: dict[Path, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
 
 
 def _as_bytes(buffer: torch.Tensor | memoryview) -> memoryview:

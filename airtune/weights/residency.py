@@ -13,48 +13,31 @@ compute waits until the copy into the slot is done (`ready`), and the next copy 
 kernel that read it is done (`free`).
 
 All decisions (what to read ahead, what to drop) are `schedule.Route`'s and are taken by the visiting
-thread; the background thread only carries them out.
+thread; the background thread only carries them out. Visits of several threads take turns at deciding.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from airtune.weights.counters import Counters
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, view_stored
 from airtune.weights.layout import TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.schedule import Direction, Route, Stop
 from airtune.weights.transport import Slot, Transport
-
-
-@dataclass
-class Counters:
-    """What moved, since the start.
-
-    Attributes:
-        bytes_read: from the checkpoint's files, mapped pages included.
-        bytes_copied: from the host to the device.
-        stall_s: time that visits waited for weights.
-        compute_s: time inside visits.
-        visits: how many there were; `cache_hits` of them found their layer there, or on its way.
-    """
-
-    bytes_read: int = 0
-    bytes_copied: int = 0
-    stall_s: float = 0.0
-    compute_s: float = 0.0
-    visits: int = 0
-    cache_hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,10 +76,15 @@ class Binding:
 
 @dataclass(frozen=True)
 class Layer:
-    """A streamed layer: its image, and its tensors' plans under the names that the model has for them."""
+    """A streamed layer: its image, and its tensors' plans under the names that the model has for them.
+
+    Args:
+        lazy: parameters that are not in the image, because each is brought when it is used (experts).
+    """
 
     image: LayerImage
     plans: Mapping[str, TensorPlan]
+    lazy: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """In the image's order: mapped, then packed."""
@@ -118,6 +106,7 @@ class Residency:
         model: on meta where it is streamed; transformers' converters ask it for shapes.
         layers: in the order that a forward pass visits them.
         device: where layers compute.
+        counters: to add to.
         cache_nbytes: host memory for layers that are then read from disk once; for accelerators.
         poison: fill a slot with NaN bytes before its next layer comes, to find readers that are too late.
     """
@@ -130,16 +119,23 @@ class Residency:
         files: FileMap,
         *,
         device: torch.device,
+        counters: Counters,
         cache_nbytes: int = 0,
         poison: bool = False,
     ) -> None:
         self.device, self.places = device, 2
         self.has_run_backward = False
-        self.counters = Counters()
+        self.counters = counters
         self._images = [layer.image for layer in layers]
         self._bindings = [[Binding.find(model, name) for name in layer.names()] for layer in layers]
         for bindings in self._bindings:
             for binding in bindings:
+                binding.put(binding.placeholder)
+        self._lazy = [
+            [(Binding.find(model, name), tensor) for name, tensor in layer.lazy.items()] for layer in layers
+        ]
+        for lazies in self._lazy:
+            for binding, _ in lazies:
                 binding.put(binding.placeholder)
         self._mapped = [[view_stored(plan, files) for plan in image.mapped] for image in self._images]
         self._files = files
@@ -148,12 +144,15 @@ class Residency:
         self.layer_nbytes = max(image.nbytes + image.mapped_nbytes for image in self._images)
         self._present: dict[int, Slot] = {}
         self._transport = Transport(
-            self._images, reader, files, model, device=device, cache_nbytes=cache_nbytes, poison=poison
+            self._images, reader, files, device=device, cache_nbytes=cache_nbytes, poison=poison
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-weights")
         self._filling: dict[int, Future[tuple[int, int]]] = {}
-        # Autograd may start on another graph while a layer's backward is under way: visits can be nested.
+        self._fills = itertools.count(1)
+        # Autograd may start on another graph while a layer's backward is under way: visits can be nested. And
+        # what hooks on adapters' gradients call runs in the device's own autograd thread, beside a visit.
         self._active: Counter[int] = Counter()
+        self._lock = threading.RLock()  # for what a visit changes here; never held while a layer computes
         self._closed = False
 
     @contextmanager
@@ -167,30 +166,33 @@ class Residency:
             CheckpointError, OSError: the weights can no longer be read.
             RuntimeError: after `close`.
         """
-        if self._closed:
-            raise RuntimeError("the stream of this model is closed: its layers have no weights any more")
-        self._route.arrive(Stop(index, direction))
-        self.has_run_backward |= direction == "backward"
-        self.counters.visits += 1
         started = time.perf_counter()
-        self._active[index] += 1
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the stream of this model is closed: its layers have no weights any more")
+            self._route.arrive(Stop(index, direction))
+            self.has_run_backward |= direction == "backward"
+            self.counters.visits += 1
+            self._active[index] += 1
         try:
-            slot = self._obtain(index)
-            entered = time.perf_counter()
-            self.counters.stall_s += entered - started
-            self._read_ahead(index)
-            for binding, tensor in zip(self._bindings[index], slot.views[index], strict=True):
-                binding.put(tensor)
+            with self._lock:
+                slot = self._obtain(index)
+                entered = time.perf_counter()
+                self.counters.stall_s += entered - started
+                self._read_ahead(index)
+                self._put(index, slot)
+                stalled_s = self.counters.stall_s
             try:
-                yield (id(slot), slot.fills)
+                yield slot.fill
             finally:
                 slot.release()  # also after an error: what was queued until then still reads the slot
-                self.counters.compute_s += time.perf_counter() - entered
+                waited_s = self.counters.stall_s - stalled_s  # for experts
+                self.counters.compute_s += time.perf_counter() - entered - waited_s
         finally:
-            self._active[index] -= 1
-            if not self._active[index]:
-                for binding in self._bindings[index]:
-                    binding.put(binding.placeholder)
+            with self._lock:
+                self._active[index] -= 1
+                if not self._active[index]:
+                    self._take_off(index)
 
     @property
     def only_mapped(self) -> bool:
@@ -202,12 +204,31 @@ class Residency:
         """Device memory of the slots in use."""
         return self._slot_nbytes * len(self._present)
 
+    def shrink(self) -> None:
+        """Give back what is held beyond `places`, as far as no visit is using it."""
+        with self._lock:
+            while len(self._present) > self.places:
+                droppable = [i for i in self._present if not self._active[i]]
+                if not droppable:
+                    return
+                self._let_go(self._route.last_needed(droppable))
+
     def close(self) -> None:
         """Stop the background thread and give the slots back."""
         self._closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._present.clear()
         self._transport.close()
+
+    def _put(self, index: int, slot: Slot) -> None:
+        for binding, tensor in zip(self._bindings[index], slot.views[index], strict=True):
+            binding.put(tensor)
+        for binding, tensor in self._lazy[index]:
+            binding.put(tensor)
+
+    def _take_off(self, index: int) -> None:
+        for binding in (*self._bindings[index], *(lazy for lazy, _ in self._lazy[index])):
+            binding.put(binding.placeholder)
 
     def _obtain(self, index: int) -> Slot:
         """The slot that holds the layer, filled, and ordered before what the current stream does next."""
@@ -234,36 +255,57 @@ class Residency:
             self.counters.bytes_copied += copied
 
     def _read_ahead(self, current: int) -> None:
-        while len(self._present) > self.places:
-            droppable = [i for i in self._present if not self._active[i]]
-            if not droppable:
-                return
-            self._take(self._route.last_needed(droppable))
+        self.shrink()
+        if len(self._present) > self.places:
+            return
+        self._refresh()
+        if len(self._present) == len(self._images):
+            return
         if len(self._present) < self.places:
-            absent = [i for i in range(len(self._images)) if i not in self._present]
-            coming = self._route.first_needed(absent)
-            if coming is not None:
+            # Two on their way: the disk need not wait for the next visit once it is done with one.
+            while len(self._present) < self.places and len(self._filling) < 2:
+                absent = [i for i in range(len(self._images)) if i not in self._present]
+                coming = self._route.first_needed(absent)
+                if coming is None:
+                    return
                 self._bring(coming, drop=None)
             return
         choice = self._route.replace(self._present, current)
         if choice is not None and not self._active[choice[1]]:
             self._bring(choice[0], drop=choice[1])
 
-    def _take(self, index: int) -> Slot:
-        """The slot of a layer that is not needed now."""
+    def _refresh(self) -> None:
+        """Of a mapped layer that stays the kernel may have taken pages back: when the layer comes next they
+        are read again, beside the computation and not page by page in the middle of it.
+        """
+        coming = next(self._route.ahead()).index
+        if coming in self._present and coming not in self._filling:
+            image = self._images[coming]
+            if self._files.lacks(image.mapped_ranges()):
+                self._filling[coming] = self._worker.submit(self._populate, image)
+
+    def _populate(self, image: LayerImage) -> tuple[int, int]:
+        self._files.populate(image.mapped_ranges())
+        return image.mapped_nbytes, 0
+
+    def _let_go(self, index: int) -> Slot:
+        """The slot of a layer that is not needed now. Mapped pages are given back by the worker, before it
+        brings others: unmapping takes almost as long as mapping does.
+        """
         self._wait_filled(index)
-        self._files.release(self._images[index].mapped_ranges())
+        if self._images[index].mapped:
+            self._worker.submit(self._files.release, self._images[index].mapped_ranges())
         return self._present.pop(index)
 
     def _bring(self, index: int, drop: int | None) -> None:
         """Give `index` a slot (that of `drop`, if it is not None) and start to fill it."""
         # Tensors made in inference mode could not take part in a training step later.
         with torch.inference_mode(False):
-            slot = self._transport.slot(self._slot_nbytes) if drop is None else self._take(drop)
-            self._present[index] = slot
-            slot.fills += 1
+            slot = self._transport.slot(self._slot_nbytes) if drop is None else self._let_go(drop)
+            slot.fill = next(self._fills)
             if index not in slot.views:
                 image, bindings = self._images[index], self._bindings[index]
                 tensors = self._mapped[index] + [region.view(slot.buffer) for region in image.packed]
                 slot.views[index] = [binding.wrap(t) for binding, t in zip(bindings, tensors, strict=True)]
         self._filling[index] = self._worker.submit(self._transport.fill, index, slot)
+        self._present[index] = slot

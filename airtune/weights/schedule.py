@@ -21,7 +21,7 @@ from typing import Literal
 Direction = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stop:
     """One visit on the route: a layer's index and the direction of the pass."""
 

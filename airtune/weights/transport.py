@@ -10,13 +10,15 @@ Layers for which there is host memory are read once and then copied from there.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import Filling, LayerImage
+from airtune.weights.pinned import host_buffer, owned_by
 from airtune.weights.reader import ByteReader
 
 PART_NBYTES = 32 * 2**20
@@ -28,13 +30,13 @@ class Slot:
 
     Attributes:
         buffer: uint8, on the device.
-        fills: how often it was filled.
+        fill: number of the filling that is in it; no two that a residency starts have the same.
         views: for each layer that was here, its tensors as views of the buffer (or of the mapped file).
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.fills = 0
+        self.fill = 0
         self.views: dict[int, list[torch.Tensor]] = {}
         self._on_host = device.type == "cpu"
         self._device = device
@@ -65,9 +67,12 @@ class Slot:
 class _Part:
     """A pinned host buffer of the ring."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(PART_NBYTES, dtype=torch.uint8, pin_memory=True)
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = host_buffer([nbytes])
         self.copied: torch.Event | None = None
+
+    def is_free(self) -> bool:
+        return self.copied is None or self.copied.query()
 
     def wait(self) -> torch.Tensor:
         """The buffer, once the copy out of it is done."""
@@ -76,32 +81,55 @@ class _Part:
         return self._buffer
 
 
+class _Cached:
+    """An image that stays in host memory."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+        self.copied: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Until no copy reads it any more."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
 class Transport:
-    """Fills slots; used by one background thread."""
+    """Fills slots; used by background threads, each with another slot and image."""
 
     def __init__(
         self,
         images: Sequence[LayerImage],
         reader: ByteReader,
         files: FileMap,
-        model: PreTrainedModel,
         *,
         device: torch.device,
         cache_nbytes: int,
         poison: bool,
+        evict: bool = False,
+        part_nbytes: int = PART_NBYTES,
     ) -> None:
-        self._images, self._reader, self._files, self._model = images, reader, files, model
+        """
+        Args:
+            evict: what was copied longest ago makes room in the cache; without it, what came first stays.
+            part_nbytes: of the images that go through the ring; small images need no large parts.
+        """
+        self._images, self._reader, self._files = images, reader, files
         self._device, self._poison = device, poison
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._ring: list[_Part] = []
-        self._cache: dict[int, torch.Tensor] = {}
-        self._cache_nbytes_left = cache_nbytes
+        self._part_nbytes = max(1, min(PART_NBYTES, part_nbytes))
+        self._ring: deque[_Part] = deque()  # those that nobody fills; the one that was sent first comes first
+        self._parts = 0
+        self._cache: OrderedDict[int, _Cached] = OrderedDict()
+        self._cache_nbytes = self._cache_nbytes_left = cache_nbytes
+        self._evict = evict
+        self._lock = threading.Lock()  # for the ring and the cache
 
     def slot(self, nbytes: int) -> Slot:
         """A new slot; its memory is given back when it is dropped, once the copies into it are done."""
         slot = Slot(nbytes, self._device)
         if self._stream is not None:
-            slot.buffer.record_stream(self._stream)
+            owned_by(slot.buffer, self._stream)
         return slot
 
     def fill(self, index: int, slot: Slot) -> tuple[int, int]:
@@ -111,19 +139,21 @@ class Transport:
             self._files.populate(image.mapped_ranges())
             if self._poison:
                 slot.buffer.fill_(255)
-            image.fill(slot.buffer, self._reader, self._files, self._model)
+            image.fill(slot.buffer, self._reader, self._files)
             return image.read_nbytes + image.mapped_nbytes, 0
         with self._stream:
             slot.begin_copy(self._stream)
             if self._poison:
                 slot.buffer.fill_(255)
-        cached = index in self._cache
-        if cached or image.nbytes <= self._cache_nbytes_left:
-            self._copy_cached(index, slot)
-        else:
+        with self._lock:
+            cached = self._cache.get(index)
+            keep = cached is None and self._make_room(image.nbytes)
+        if cached is None and not keep:
             self._copy_parts(image, slot)
+        else:
+            self._copy_cached(index, cached or self._read_to_keep(index), slot)
         slot.end_copy(self._stream)
-        return 0 if cached else image.read_nbytes, image.nbytes
+        return image.read_nbytes if cached is None else 0, image.nbytes
 
     def close(self) -> None:
         if self._stream is not None:
@@ -132,27 +162,57 @@ class Transport:
         self._cache.clear()
 
     def _copy_parts(self, image: LayerImage, slot: Slot) -> None:
-        filling = Filling(image, self._reader, self._files, self._model)
-        for start in range(0, image.nbytes, PART_NBYTES):
-            stop = min(start + PART_NBYTES, image.nbytes)
-            part = self._next_part()
+        filling = Filling(image, self._reader, self._files)
+        for start in range(0, image.nbytes, self._part_nbytes):
+            stop = min(start + self._part_nbytes, image.nbytes)
+            with self._lock:
+                part = self._ring.popleft() if self._ring else None
+            if part is None or (self._parts < _PARTS and not part.is_free()):
+                part = self._another_part(part)
             host = part.wait()
             filling.write(host, start, stop)
             part.copied = self._send(host[: stop - start], slot.buffer[start:stop])
+            with self._lock:
+                self._ring.append(part)
 
-    def _copy_cached(self, index: int, slot: Slot) -> None:
+    def _make_room(self, nbytes: int) -> bool:
+        """Reserve room in the cache; what was used longest ago may have to go."""
+        if self._evict and nbytes <= self._cache_nbytes:
+            while nbytes > self._cache_nbytes_left and self._cache:
+                _, oldest = self._cache.popitem(last=False)
+                oldest.wait()
+                self._cache_nbytes_left += oldest.host.numel()
+        if nbytes > self._cache_nbytes_left:
+            return False
+        self._cache_nbytes_left -= nbytes
+        return True
+
+    def _read_to_keep(self, index: int) -> _Cached:
         image = self._images[index]
-        if index not in self._cache:
-            host = torch.empty(image.nbytes, dtype=torch.uint8, pin_memory=True)
-            image.fill(host, self._reader, self._files, self._model)
-            self._cache[index] = host
-            self._cache_nbytes_left -= image.nbytes
-        sent: list[torch.Event] = []
-        for start in range(0, image.nbytes, PART_NBYTES):
+        try:
+            host = host_buffer([image.nbytes])
+            image.fill(host, self._reader, self._files)
+        except BaseException:
+            with self._lock:
+                self._cache_nbytes_left += image.nbytes
+            raise
+        with self._lock:
+            self._cache[index] = _Cached(host)
+            return self._cache[index]
+
+    def _copy_cached(self, index: int, cached: _Cached, slot: Slot) -> None:
+        nbytes, sent = cached.host.numel(), deque[torch.Event]()
+        for start in range(0, nbytes, PART_NBYTES):
             if len(sent) >= _PARTS:
-                sent.pop(0).synchronize()  # not more on the bus than that: activations come first
-            part = slice(start, min(start + PART_NBYTES, image.nbytes))
-            sent.append(self._send(self._cache[index][part], slot.buffer[part]))
+                sent.popleft().synchronize()  # not more on the bus than that: activations come first
+            part = slice(start, min(start + PART_NBYTES, nbytes))
+            cached.copied = self._send(cached.host[part], slot.buffer[part])
+            sent.append(cached.copied)
+        with self._lock:
+            if index in self._cache:
+                self._cache.move_to_end(index)
+                return
+        cached.wait()  # another thread made room meanwhile: nobody else keeps this memory until it is copied
 
     def _send(self, host: torch.Tensor, target: torch.Tensor) -> torch.Event:
         assert self._stream is not None
@@ -160,7 +220,9 @@ class Transport:
             target.copy_(host, non_blocking=True)
             return self._stream.record_event()
 
-    def _next_part(self) -> _Part:
-        part = self._ring.pop(0) if len(self._ring) >= _PARTS else _Part()
-        self._ring.append(part)
-        return part
+    def _another_part(self, busy: _Part | None) -> _Part:
+        with self._lock:
+            if busy is not None:
+                self._ring.appendleft(busy)
+            self._parts += 1
+        return _Part(self._part_nbytes)

@@ -54,6 +54,22 @@ def test_only_tensors_that_lead_with_the_batch_are_cut() -> None:
     assert all(a is b for i, (a, b) in enumerate(zip(taken, leaves, strict=True)) if i not in (0, 5))
 
 
+@pytest.mark.parametrize(
+    ("size", "cut", "want"),
+    [
+        (None, 2, [(0, 2), (2, 5)]),
+        (9, 4, [(0, 4), (4, 5)]),
+        (2, 3, [(0, 2), (2, 3), (3, 5)]),
+        (2, 0, [(0, 2), (2, 4), (4, 5)]),
+    ],
+)
+def test_no_slice_has_rows_of_both_sides_of_a_cut(
+    size: int | None, cut: int, want: list[tuple[int, int]]
+) -> None:
+    split = RowSplit.of([torch.zeros(5, 2)], 5, size, cut)
+    assert [(s.start, s.stop) for s in split.slices] == want and split.batched == {0}
+
+
 # --- the proof ----------------------------------------------------------------------------------------------
 
 

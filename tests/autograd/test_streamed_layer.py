@@ -6,10 +6,11 @@ after the other. The arithmetic is the same, so most comparisons are bit for bit
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from airtune.autograd.layer_run import Lists
-from airtune.autograd.row_split import MicroBatchError
+from airtune.autograd.row_split import MicroBatchError, Variant
 from airtune.autograd.streamed_layer import Direction, StreamedLayer
 
 
@@ -489,6 +490,52 @@ def test_backward_inside_autocast_still_reaches_the_adapters() -> None:
     assert all(grad is not None and bool(grad.any()) for grad in grads)
 
 
+@contextmanager
+def without_adapter(module: Lora) -> Iterator[None]:
+    up = module.up.weight.detach().clone()
+    module.up.weight.data.zero_()
+    try:
+        yield
+    finally:
+        module.up.weight.data.copy_(up)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("start", [0, 1, 2, 4])
+@torch.no_grad()
+def test_rows_that_are_run_otherwise_in_the_same_visit(size: int | None, start: int) -> None:
+    module, x = Lora().double(), batch()
+    on = module(x)
+    with without_adapter(module):
+        off = module(x)
+    layer = stream(module, micro_batch_size=size, variant=Variant(start, lambda: without_adapter(module)))
+    got = layer((x,), {}, len(x))
+    assert_close(got, torch.cat([on[:start], off[start:]]))
+    assert not torch.equal(on, off) and layer.weights.visits == ["forward"]  # type: ignore[attr-defined]
+
+
+def test_rows_cannot_be_run_otherwise_with_gradients_or_beside_an_object() -> None:
+    module, x = Lora().double(), batch()
+    layer = stream(module, variant=Variant(2, lambda: without_adapter(module)))
+    with pytest.raises(MicroBatchError, match="in two ways in a forward pass"):
+        layer((x,), {}, len(x))
+    with torch.no_grad():
+        for rows, others in ((None, {}), (len(x), {"cache": object()})):
+            with pytest.raises(MicroBatchError, match="without gradients and without a cache"):
+                layer((x,), others, rows)
+
+
+def test_one_row_beside_itself_proves_nothing_for_others() -> None:
+    """It is right by itself: each of its rows is run alone."""
+    module = Fn(lambda scale, x: x * scale + x.mean(0))  # mixes rows; equal ones are not changed by it
+    layer, x = stream(module, variant=Variant(1, nullcontext)), batch(1).detach()
+    with torch.no_grad():
+        assert_close(layer((torch.cat([x, x]),), {}, 2), torch.cat([module(x), module(x)]))
+        layer.variant = Variant(2, nullcontext)
+        with pytest.raises(MicroBatchError, match="two rows is not"):
+            layer((batch(4).detach(),), {}, 4)
+
+
 # --- which gradients, how often -----------------------------------------------------------------------------
 
 
@@ -830,3 +877,50 @@ def test_a_parameter_without_values_is_an_error() -> None:
     module.up.to("meta")
     with pytest.raises(RuntimeError, match="has no values"):
         stream(module)((batch(3),), {})
+
+
+class Half(nn.Module):
+    """A frozen bf16 projection with an fp32 adapter, which casts its input as PEFT's does."""
+
+    def __init__(self, base: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4).requires_grad_(False)  # fp32, and no adapter stands beside it
+        self.wrapped = nn.Module()
+        self.wrapped.base = nn.Linear(4, 4, dtype=base).requires_grad_(False)
+        self.wrapped.down, self.wrapped.up = nn.Linear(4, 2), nn.Linear(2, 4, bias=False)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrapped = self.wrapped
+        base = wrapped.base(self.norm(x.float()).to(x.dtype))
+        low = wrapped.down(x.to(wrapped.down.weight.dtype))
+        if torch.is_grad_enabled():
+            self.seen |= {low.dtype, wrapped.up.weight.dtype}
+        return (base + wrapped.up(low)).to(x.dtype)
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+@pytest.mark.parametrize("size", [None, 2])
+def test_an_adapter_computes_in_bf16_beside_a_bf16_weight(size: int | None, keep_graph: bool) -> None:
+    module, x = Half(torch.bfloat16), batch(dtype=torch.bfloat16).requires_grad_()
+    twin, adapter = copy.deepcopy(module), [p for p in module.parameters() if p.requires_grad]
+    layer = stream(module, moved=False, micro_batch_size=size, keep_graph=keep_graph)
+    got = gradients(layer((x,), {}, rows=5).float().square().sum(), x, *adapter)
+    assert module.seen == {torch.bfloat16}
+    assert [g.dtype for g in got if g is not None] == [torch.bfloat16, *[torch.float32] * len(adapter)]
+
+    twin.wrapped.down.bfloat16()
+    twin.wrapped.up.bfloat16()
+    whole = [p for p in twin.parameters() if p.requires_grad]
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in whole]
+    for rows in x.detach().split(size or 5):
+        part = gradients(twin(rows).float().square().sum(), *whole)
+        sums = [total + grad for total, grad in zip(sums, part, strict=True) if grad is not None]
+    assert_equal(list(got[1:]), sums)
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.float16])
+def test_beside_other_weights_it_computes_in_its_own_dtype(base: torch.dtype) -> None:
+    module, x = Half(base), batch(dtype=base).requires_grad_()
+    stream(module)((x,), {}, rows=5)
+    assert module.seen == {torch.float32}

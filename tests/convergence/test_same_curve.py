@@ -8,7 +8,7 @@ import pytest
 from peft import PeftModel
 from transformers import TrainingArguments
 
-from airtune.run.collate import Collator
+from airtune.run.data.collate import Collator
 from airtune.run.trainer import StreamedTrainer
 from tests import zoo
 from tests.twins import adapter, relative_error, resident, streamed

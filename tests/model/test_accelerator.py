@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 
 import airtune
-from airtune.model import build
+from airtune.model import assembly
 from tests import zoo
 from tests.sim import Simulator
 from tests.twins import adapter, gradients, lora, ragged_batch, relative_error, resident, split_by_rows
@@ -31,7 +31,7 @@ def on_accelerator(name: str, folder: Path, *, dropout: float = 0.0, **options: 
 def keep_places(model: PeftModel, places: int) -> None:
     """Let the budget not change the number of places after the first step."""
     stream = airtune.stream_of(model)
-    stream._residency.places, stream._settled = places, True
+    stream._residency.places, stream.places._settled = places, True
 
 
 def three_steps(model: PeftModel, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -151,7 +151,7 @@ def test_the_peak_does_not_grow_with_the_batch(
     sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the micro-batch and the budget of the loss, which this makes small."""
-    monkeypatch.setattr(build, "LOSS_BLOCK_NBYTES", 2**16)
+    monkeypatch.setattr(assembly, "LOSS_BLOCK_NBYTES", 2**16)
     folder = zoo.make("llama", tmp_path)
     few, many = peak_of_a_step(sim, folder, 6), peak_of_a_step(sim, folder, 24)
     assert many <= 1.02 * few
@@ -161,7 +161,7 @@ def test_the_peak_stays_within_any_budget(
     sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when Adam's moments come after the first step."""
-    monkeypatch.setattr(build, "LOSS_BLOCK_NBYTES", 2**14)
+    monkeypatch.setattr(assembly, "LOSS_BLOCK_NBYTES", 2**14)
     folder = zoo.make("llama", tmp_path)
     for budget in range(1_100_000, 2_000_000, 100_000):
         gc.collect()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import airtune
-from airtune.model import build
+from airtune.model import assembly, build
 from airtune.model.adapter_targets import _excluding
 from airtune.model.layers import find_layers
 from tests import zoo
@@ -462,7 +462,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_weight_is_read(
 ) -> None:
     path = saved(folder, tmp_path / "adapter", lora())
     spoil(path)
-    monkeypatch.setattr(build, "load_tensor", None)
+    monkeypatch.setattr(assembly, "load_tensor", None)
     with pytest.raises(ValueError, match=message):
         airtune.load(folder, adapter=path, device="cpu")
 

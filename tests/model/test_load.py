@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 import airtune
-from airtune.model import build
+from airtune.model import assembly
 from airtune.model.head_weights import StreamedHead
 from airtune.model.skeleton import _belongs
 from airtune.weights.checkpoint import Checkpoint
+from airtune.weights.reader import ByteReader
+from airtune.weights.residency import Residency
 from tests import zoo
 from tests.twins import adapter, gradients, ragged_batch, relative_error
 
@@ -264,7 +266,7 @@ def test_a_hub_id_goes_through_the_checkpoint(folder: Path, monkeypatch: pytest.
         opened.append((path, revision, include_code))
         return here
 
-    monkeypatch.setattr(build.Checkpoint, "open", open_hub)
+    monkeypatch.setattr(Checkpoint, "open", open_hub)
     model = airtune.load("someone/a-model", lora=lora(), revision="v2", device="cpu")
     assert opened == [("someone/a-model", "v2", False)]
     assert isinstance(model, PeftModel) and model.get_base_model().name_or_path == "someone/a-model"
@@ -301,7 +303,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(build, "load_tensor", refuse)
+    monkeypatch.setattr(assembly, "load_tensor", refuse)
 
 
 @pytest.mark.usefixtures("nothing_is_read")
@@ -360,7 +362,7 @@ def test_threads_and_files_end_when_loading_fails(
         return {str(link.readlink()) for link in links if link.is_symlink()} & {*map(str, folder.iterdir())}
 
     before, open_before = set(threading.enumerate()), open_files()
-    monkeypatch.setattr(build, broken, refuse)
+    monkeypatch.setattr(assembly, broken, refuse)
     with pytest.raises(RuntimeError, match="half-way"):
         airtune.load(folder, lora=lora(), device="cpu", file_access="buffered")
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("airtune")]
@@ -371,7 +373,7 @@ def test_what_reads_is_closed_after_what_asks_for_reads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
-    for kind in (build.ByteReader, build.Residency, StreamedHead):
+    for kind in (ByteReader, Residency, StreamedHead):
         close = kind.close
 
         def noted(self: Any, close: Any = close, name: str = kind.__name__) -> None:

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import airtune
-from airtune.model import build
+from airtune.model import assembly
 from tests.sim import Simulator
 from tests.twins import adapter
 
@@ -46,7 +46,7 @@ def peak_nbytes(sim: Simulator, folder: Path, rows: int) -> int:
     before = sim.now()
     model = airtune.load(folder, lora=lora(), device="sim", micro_batch_size=1).train()
     airtune.stream_of(model)._residency.places = PLACES
-    airtune.stream_of(model)._settled = True
+    airtune.stream_of(model).places._settled = True
     optimizer = torch.optim.AdamW(adapter(model).values(), foreach=False)
     input_ids = torch.arange(rows * S).reshape(rows, S) % VOCAB
     for _ in range(2):
@@ -79,7 +79,7 @@ def layer_working_nbytes(sim: Simulator, folder: Path) -> int:
 def test_the_peak_is_the_plan(
     sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
-    monkeypatch.setattr(build, "LOSS_BLOCK_NBYTES", LOSS_BLOCK_NBYTES)
+    monkeypatch.setattr(assembly, "LOSS_BLOCK_NBYTES", LOSS_BLOCK_NBYTES)
     folder = checkpoint(tmp_path, layers)
     model = airtune.load(folder, lora=lora(), device="sim")
     slots = PLACES * airtune.stream_of(model)._residency.layer_nbytes

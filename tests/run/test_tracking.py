@@ -248,6 +248,17 @@ def test_wandb_writes_an_offline_run_with_train_and_eval_values(
     assert wandb.run is None
 
 
+def test_numbers_that_belong_to_no_step_are_a_run_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker(tmp_path).results({"eval/loss": 2.0})
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")) and wandb.run is None
+
+
 def test_wandb_uses_a_run_that_is_already_open(
     tmp_path: Path, args: TrainingArguments, monkeypatch: pytest.MonkeyPatch
 ):
@@ -291,6 +302,17 @@ def test_wandb_that_breaks_later_is_said_once(
     for step in (1, 2):
         ours.on_log(args, state(step), CONTROL, logs={"loss": 2.0})
     ours.finish()
+    assert caplog.text.count("service gone") == 1
+
+
+@pytest.mark.parametrize("fails", ["init", "log"])
+def test_results_survive_a_wandb_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+):
+    broken = failing(BrokenPipeError("service gone"))
+    run = SimpleNamespace(log=broken, define_metric=lambda *a, **k: None)
+    monkeypatch.setattr("wandb.init", broken if fails == "init" else lambda **options: run)
+    tracker(tmp_path).results({"eval/loss": 2.0})
     assert caplog.text.count("service gone") == 1
 
 

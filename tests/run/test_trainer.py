@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
@@ -241,6 +242,14 @@ def test_a_batch_without_supervised_tokens_is_an_error(tmp_path: Path):
         trainer.evaluate(eval_dataset=rows[2:3])
 
 
+def test_a_run_of_one_step_is_not_all_warm_up(tmp_path: Path):
+    """A warm-up of 3 % of one step, rounded up, is that step, whose learning rate would be 0."""
+    trainer = trainer_for(tmp_path, max_steps=1, warmup_steps=0.03)
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 1e-2
+    trainer.save_model()  # would refuse an adapter that is all zero
+
+
 # --- what cannot be honoured is refused -----------------------------------------------------------
 
 
@@ -407,6 +416,16 @@ def test_a_save_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("airtune.run.trainer.write_adapter", fail)
+    with pytest.raises(TrainingError, match=r"checkpoint-2 cannot be saved: .*No space left"):
+        saved_run(tmp_path)
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -249,15 +249,50 @@ def test_other_formats(tmp_path: Path, name: str, format_name: str) -> None:
     refused(tmp_path, format_name, "Supported: safetensors", "save_pretrained")
 
 
-@pytest.mark.parametrize(
-    "method", ["awq", "gptq", "exl2", "fp8", "mxfp4", "compressed-tensors", "bitsandbytes"]
-)
+@pytest.mark.parametrize("method", ["awq", "gptq", "exl2", "fbgemm_fp8", "nvfp4", "quanto", "torchao"])
 @pytest.mark.parametrize("where", ["top", "text_config"])
 def test_quantised_by_config(tmp_path: Path, method: str, where: str) -> None:
     config: dict[str, object] = {"quantization_config": {"quant_method": method}}
     write_json(tmp_path / "config.json", config if where == "top" else {"text_config": config})
     (tmp_path / "model.safetensors").write_bytes(b"not looked at")
     refused(tmp_path, method, "Supported: safetensors", "unquantised")
+
+
+@pytest.mark.parametrize("where", ["top", "text_config"])
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
+def test_methods_that_can_be_decoded(tmp_path: Path, method: str, where: str) -> None:
+    config: dict[str, object] = {"quantization_config": {"quant_method": method}}
+    write_json(tmp_path / "config.json", config if where == "top" else {"text_config": config})
+    save_file(tensors("a", dtype=torch.float8_e4m3fn), tmp_path / "model.safetensors")
+    assert Checkpoint.open(tmp_path)["a"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"format": "pack-quantized"}, None),
+        ({"format": "float-quantized", "sparsity_config": {"format": "dense"}, "transform_config": {}}, None),
+        ({"format": "mixed-precision", "config_groups": {"g": {"format": "pack-quantized"}}}, None),
+        ({"format": "pack-quantized", "config_groups": {"g": {"format": None}, "h": {}}}, None),
+        ({}, "format None"),
+        ({"format": "dense"}, "format dense"),
+        ({"format": "nvfp4-pack-quantized"}, "format nvfp4-pack-quantized"),
+        ({"format": "pack-quantized", "config_groups": {"g": {"format": "marlin-24"}}}, "format marlin-24"),
+        ({"format": "mixed-precision", "config_groups": {"g": {}}}, "format mixed-precision"),
+        ({"format": "pack-quantized", "sparsity_config": {"format": "sparse-24"}}, "sparsity sparse-24"),
+        ({"format": "pack-quantized", "transform_config": {"R1": {}}}, "a transform of the activations"),
+    ],
+)
+def test_compressed_tensors_by_what_it_holds(
+    tmp_path: Path, settings: dict[str, object], reason: str | None
+) -> None:
+    scheme = {"quant_method": "compressed-tensors", **settings}
+    write_json(tmp_path / "config.json", {"quantization_config": scheme})
+    save_file(tensors("a"), tmp_path / "model.safetensors")
+    if reason is None:
+        assert list(Checkpoint.open(tmp_path)) == ["a"]
+    else:
+        refused(tmp_path, f"compressed-tensors with {reason} (config.json)", "unquantised")
 
 
 def test_quantised_by_a_config_without_a_method(tmp_path: Path) -> None:
@@ -291,11 +326,19 @@ def test_broken_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64])
 def test_storage_dtype_that_cannot_be_streamed(tmp_path: Path, dtype: torch.dtype) -> None:
+    """fp8 is for those whose config says how it is decoded."""
     save_file(
         {"a": torch.zeros(1), "q": torch.zeros(8, dtype=torch.uint8).view(dtype)},
         tmp_path / "model.safetensors",
     )
     refused(tmp_path, f"q ({dtype})", "1 tensors", "bfloat16, float16, float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.complex64])
+def test_storage_dtype_of_no_scheme(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_json(tmp_path / "config.json", {"quantization_config": {"quant_method": "fp8"}})
+    save_file({"q": torch.zeros(8, dtype=torch.uint8).view(dtype)}, tmp_path / "model.safetensors")
+    refused(tmp_path, f"q ({dtype})")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -179,3 +179,29 @@ def test_release_gives_memory_back(tmp_path: Path) -> None:
     file_map.release([place])
     assert resident_file_nbytes() - before < 0.1 * nbytes
     assert tensor.sum() == expected
+
+
+def drop_from_page_cache(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel with mincore")
+def test_what_the_kernel_has_dropped_is_lacking_until_it_is_brought(tmp_path: Path) -> None:
+    """Also when it is brought in many bites, which several threads share."""
+    file, nbytes = tmp_path / "large", 9 * 2**20 + 17
+    file.write_bytes(random.Random(1).randbytes(nbytes))
+    file_map = FileMap()
+    place = stored(file, 5 * 8, (nbytes // 8 - 5,), torch.int64)
+    tensor = file_map.tensor(place)
+    drop_from_page_cache(file)
+    if not file_map.lacks([place]):
+        pytest.skip("this file system keeps its files in memory, or does not tell")
+    file_map.populate([place])
+    assert not file_map.lacks([place])
+    assert bytes(tensor.view(torch.uint8)[-8:].tolist()) == file.read_bytes()[nbytes // 8 * 8 - 8 :][:8]
+    file_map.release([place])
+    assert not file_map.lacks([place]), "the page cache still has it"
+    drop_from_page_cache(file)
+    assert file_map.lacks([place])

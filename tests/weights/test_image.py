@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from airtune.model.skeleton import build_skeleton
 from airtune.weights.checkpoint import Checkpoint
@@ -25,11 +24,12 @@ from airtune.weights.image import (
     view_stored,
 )
 from airtune.weights.layout import Conversion, TensorPlan, plan_weights
+from airtune.weights.lazy import LazyTensor
 from airtune.weights.pieces import Piece
 from airtune.weights.reader import ByteReader
-from tests import zoo
+from airtune.weights.schemes import take_scheme
+from tests import packed, zoo
 
-NO_MODEL = cast(PreTrainedModel, None)  # converters ask the model for shapes; plain copies do not
 GARBAGE = 171
 SHAPES = {"a": (3, 5), "b": (), "c": (7,), "d": (0, 4), "e": (2, 1, 9), "f": (33, 31)}
 
@@ -59,10 +59,10 @@ def saved(tmp_path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def fill(image: LayerImage, model: PreTrainedModel = NO_MODEL, *, spare: int = 0) -> torch.Tensor:
+def fill(image: LayerImage, *, spare: int = 0) -> torch.Tensor:
     buffer = torch.full((image.nbytes + spare,), GARBAGE, dtype=torch.uint8)
     with ByteReader(threads=2) as reader:
-        image.fill(buffer, reader, FileMap(), model)
+        image.fill(buffer, reader, FileMap())
     return buffer
 
 
@@ -137,7 +137,7 @@ def test_some_rows_of_a_stored_tensor(
     assert is_one_view(rows) and can_be_mapped(rows) == (dtype == torch.float32)
     assert torch.equal(view_stored(rows, FileMap()), saved["f"][4:9])
     with ByteReader(threads=1) as reader:
-        assert torch.equal(load_tensor(rows, reader, FileMap(), NO_MODEL), saved["f"][4:9].to(dtype))
+        assert torch.equal(load_tensor(rows, reader, FileMap()), saved["f"][4:9].to(dtype))
 
 
 def test_a_tensor_that_is_not_aligned_in_the_file_is_read(tmp_path: Path) -> None:
@@ -190,10 +190,10 @@ def test_parts_make_the_whole(tmp_path: Path, name: str, step: int) -> None:
         map_files=False,
     )
     assert {region.plan.lands for region in image.packed} == {True, False}
-    whole, joined = fill(image, model), torch.full((image.nbytes,), GARBAGE, dtype=torch.uint8)
+    whole, joined = fill(image), torch.full((image.nbytes,), GARBAGE, dtype=torch.uint8)
     host = torch.empty(step, dtype=torch.uint8)
     with ByteReader(threads=2) as reader:
-        filling = Filling(image, reader, FileMap(), model)
+        filling = Filling(image, reader, FileMap())
         for start, stop in splits(image.nbytes, step):
             host.fill_(GARBAGE)
             filling.write(host, start, stop)
@@ -210,18 +210,99 @@ def test_a_conversion_with_several_results_runs_once(tmp_path: Path, monkeypatch
     calls: list[str] = []
     convert = Conversion.convert
 
-    def counted(
-        self: Conversion, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel
-    ) -> dict[str, torch.Tensor]:
+    def counted(self: Conversion, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         calls.append(self.target)
-        return convert(self, tensors, model)
+        return convert(self, tensors)
 
     monkeypatch.setattr(Conversion, "convert", counted)
     image = LayerImage.of(converted, map_files=True)
-    fill(image, model)
+    fill(image)
     assert sorted(calls) == sorted({p.conversion.target for p in converted}) and len(calls) < len(converted)
     sources = {key: stored for p in converted for key, _, stored in p.conversion.sources}
     assert image.read_nbytes == sum(stored.nbytes for stored in sources.values())
+
+
+# Packed tensors
+
+
+def packed_layer(tmp_path: Path) -> list[TensorPlan]:
+    folder = packed.make("fp8 experts", tmp_path)
+    model = build_skeleton(
+        folder, dtype=None, stored_dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+    )
+    plans = plan_weights(model, Checkpoint.open(folder), take_scheme(model))
+    return [plan for name, plan in plans.items() if ".layers.1." in name]
+
+
+def decoded(plans: Iterable[TensorPlan]) -> dict[str, torch.Tensor]:
+    with ByteReader(threads=1) as reader:
+        return {plan.name: load_tensor(plan, reader, FileMap()) for plan in plans}
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """What a kernel gets."""
+    return tensor + 0
+
+
+def test_a_packed_tensor_lies_in_the_image_as_in_the_file(tmp_path: Path) -> None:
+    plans = packed_layer(tmp_path)
+    image, wanted = LayerImage.of(plans, map_files=False), decoded(plans)
+    buffer = fill(image)
+    for region in image.packed:
+        view = region.view(buffer)
+        assert isinstance(view, LazyTensor) == region.plan.packed
+        assert torch.equal(real(view), wanted[region.plan.name])
+        assert view.dtype == wanted[region.plan.name].dtype
+    sources = {s.offset: s for plan in plans for _, s in plan.conversion.travels()}
+    assert image.read_nbytes == sum(source.nbytes for source in sources.values())
+    dense = sum(tensor.nbytes for tensor in wanted.values())
+    assert image.read_nbytes <= image.nbytes < image.read_nbytes + 64 * len(sources) < dense / 2
+
+
+def test_packed_regions_are_aligned_and_apart(tmp_path: Path) -> None:
+    plans = packed_layer(tmp_path)
+    image = LayerImage.of(plans, map_files=False)
+    places = [(p.offset, p.offset + p.tensor.nbytes) for region in image.packed for p in region.parts]
+    assert len(places) > len(image.packed)
+    places += [(r.offset, r.offset + r.nbytes) for r in image.packed if not r.plan.packed]
+    places.sort()
+    assert all(start % 64 == 0 for start, _ in places)
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert places[-1][1] <= image.nbytes
+
+
+@pytest.mark.parametrize("step", [64, 448, 2**20])
+def test_parts_of_packed_tensors_make_the_whole(tmp_path: Path, step: int) -> None:
+    plans = packed_layer(tmp_path)
+    image = LayerImage.of(plans, map_files=False)
+    whole, joined = fill(image), torch.full((image.nbytes,), GARBAGE, dtype=torch.uint8)
+    with ByteReader(threads=2) as reader:
+        filling = Filling(image, reader, FileMap())
+        for start, stop in splits(image.nbytes, step):
+            filling.write(joined[start:stop], start, stop)
+    assert torch.equal(joined, whole)
+
+
+def test_a_packed_tensor_is_mapped_as_it_is_stored(tmp_path: Path) -> None:
+    plans = packed_layer(tmp_path)
+    image, files = LayerImage.of(plans, map_files=True), FileMap()
+    assert image.packed == () and image.nbytes == 0
+    sources = {s.offset: s for plan in plans for _, s in plan.conversion.travels()}
+    assert sorted(s.offset for s in image.mapped_ranges()) == sorted(sources)
+    assert image.mapped_nbytes == sum(source.nbytes for source in sources.values())
+    wanted = decoded(plans)
+    assert all(torch.equal(real(view_stored(p, files)), wanted[p.name]) for p in image.mapped)
+
+
+def test_what_is_decoded_is_what_the_bytes_are_then(tmp_path: Path) -> None:
+    """Nothing is kept: the place may hold another layer the next time."""
+    plans = packed_layer(tmp_path)
+    image = LayerImage.of([plan for plan in plans if plan.packed][:1], map_files=False)
+    buffer = fill(image)
+    view = image.packed[0].view(buffer)
+    assert real(view).abs().sum() > 0
+    buffer.zero_()
+    assert real(view).abs().sum() == 0
 
 
 def test_an_image_of_nothing() -> None:

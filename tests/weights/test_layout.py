@@ -76,7 +76,7 @@ def test_every_tensor_is_what_transformers_loads(
             different = [
                 key
                 for key, want in wanted.items()
-                if not same_bits(load_tensor(plans[key], reader, files, model), want)
+                if not same_bits(load_tensor(plans[key], reader, files), want)
             ]
             assert different == []
             assert all(tiles(plan) for plan in plans.values() if plan.pieces is not None)
@@ -121,7 +121,7 @@ def test_twelve_experts_are_stacked_by_number(tmp_path: Path) -> None:
     with ByteReader(threads=1) as reader:
         for name in ("gate_up_proj", "down_proj"):
             key = f"model.layers.0.mlp.experts.{name}"
-            assert torch.equal(load_tensor(plans[key], reader, files, model), made.state_dict()[key])
+            assert torch.equal(load_tensor(plans[key], reader, files), made.state_dict()[key])
 
 
 def test_what_cannot_be_moved_keeps_the_converter(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_pieces_are_what_the_converter_makes(case: str) -> None:
     }
     made = conversion(converter.target_patterns[0], converter, sources)
     tensors = {key: torch.randn(shape) for key, _, _ in made.sources}
-    wanted = made.convert(tensors, MODEL)
+    wanted = made.convert(tensors)
     traced = trace_pieces(made.target, [(p, s) for _, p, s in made.sources], made.converter, MODEL)
     assert (traced.keys() == wanted.keys()) if moves_bytes else traced == {}
     for name, pieces in traced.items():
@@ -197,11 +197,25 @@ def test_pieces_are_what_the_converter_makes(case: str) -> None:
         assert torch.equal(moved.view(wanted[name].shape), wanted[name])
 
 
+def test_converting_shares_the_operations(tmp_path: Path) -> None:
+    """They may hold a quantizer and its config: too much to copy for each expert that is decoded."""
+
+    class Operation(Transpose):
+        def __deepcopy__(self, memo: object) -> Operation:
+            raise AssertionError("copied")
+
+    made = conversion(
+        "fused", converter_of(["w"], ONE, Operation(0, 1)), {"w": [make_stored("w", (2, 3), 0)]}
+    )
+    tensor = torch.randn(2, 3)
+    assert all(torch.equal(made.convert({"w": tensor})["fused"], tensor.T) for _ in range(2))
+
+
 def test_converting_twice_leaves_no_trace(tmp_path: Path) -> None:
     plan = next(plan for plan in plans_of("kimi_k25", tmp_path).values() if plan.pieces is None)
-    files, model = FileMap(), skeleton(tmp_path)
+    files = FileMap()
     tensors = {key: files.tensor(stored) for key, _, stored in plan.conversion.sources}
-    first, second = (plan.conversion.convert(tensors, model) for _ in range(2))
+    first, second = (plan.conversion.convert(tensors) for _ in range(2))
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -344,7 +358,7 @@ def test_sources_of_two_dtypes_are_cast_before_they_are_joined(tmp_path: Path) -
     assert plan.pieces is None and plain.pieces is not None
     files = FileMap()
     with ByteReader(threads=1) as reader:
-        got, want = (load_tensor(p, reader, files, model) for p in (plan, plain))
+        got, want = (load_tensor(p, reader, files) for p in (plan, plain))
     rounded = want.clone()
     rounded[3, :128] = want[3, :128].bfloat16().float()
     assert torch.equal(got, rounded) and not torch.equal(got, want)

@@ -102,36 +102,68 @@ class NotedRows(TensorRows):
         super().__init__(matrix_VD)
         self.notes: list[tuple[str, int, int]] = []
         self.threads: set[str] = set()
+        self.lacking: set[tuple[int, int]] = set()
+
+    def lacks(self, start: int, stop: int) -> bool:
+        return (start, stop) in self.lacking
 
     def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
         self.notes.append(("copy", start, stop))
         self.threads.add(threading.current_thread().name)
         super().copy(start, stop, into)
 
-    def announce(self, start: int, stop: int) -> None:
-        self.notes.append(("announce", start, stop))
+    def bring(self, start: int, stop: int) -> None:
+        self.notes.append(("bring", start, stop))
+        self.threads.add(threading.current_thread().name)
 
     def release(self, start: int, stop: int) -> None:
         self.notes.append(("release", start, stop))
 
 
-def test_rows_are_announced_before_and_released_after_their_turn() -> None:
-    rows = NotedRows(torch.randn(7, 2))
-    matrix = chunked(rows, 3, torch.float32)
+def use(matrix: ChunkedMatrix, rows: NotedRows) -> list[tuple[str, int, int]]:
+    """A pass over the chunks; what was asked of the rows meanwhile and then, once their thread is done."""
+    rows.notes.clear()
     matrix.announce()
     for first, chunk in matrix.chunks():
         rows.notes.append(("use", first, first + len(chunk)))
-    assert rows.notes == [
-        ("announce", 0, 3),
-        ("announce", 3, 6),
-        ("use", 0, 3),
-        ("release", 0, 3),
-        ("announce", 6, 7),
-        ("use", 3, 6),
-        ("release", 3, 6),
-        ("use", 6, 7),
-        ("release", 6, 7),
-    ]
+    finish(matrix)
+    return rows.notes
+
+
+def finish(matrix: ChunkedMatrix) -> None:
+    """Wait for the thread to have done what it was asked to."""
+    assert matrix._worker is not None
+    matrix._worker.submit(lambda: None).result()
+
+
+def test_a_thread_brings_rows_before_their_turn_and_releases_them_after_it() -> None:
+    rows = NotedRows(torch.randn(7, 2))
+    matrix = chunked(rows, 3, torch.float32)
+    notes = use(matrix, rows)
+    spans = [(0, 3), (3, 6), (6, 7)]
+    assert sorted(notes) == sorted((kind, *span) for kind in ("bring", "use", "release") for span in spans)
+    for span in spans:
+        assert notes.index(("bring", *span)) < notes.index(("use", *span)) < notes.index(("release", *span))
+    assert notes.index(("release", 0, 3)) < notes.index(("bring", 6, 7)), "no more than two chunks at a time"
+    assert all(name.startswith("airtune-head") for name in rows.threads)
+
+
+def test_rows_that_stay_are_brought_only_where_the_disk_would_be_waited_for() -> None:
+    rows = NotedRows(torch.randn(7, 2))
+    matrix = chunked(rows, 3, torch.float32)
+    matrix.stays = True
+    assert use(matrix, rows) == [("use", 0, 3), ("use", 3, 6), ("use", 6, 7)]
+    rows.lacking = {(3, 6)}
+    assert sorted(use(matrix, rows)) == [("bring", 3, 6), ("use", 0, 3), ("use", 3, 6), ("use", 6, 7)]
+
+
+def test_a_pass_that_ends_early_releases_what_it_used() -> None:
+    rows = NotedRows(torch.randn(7, 2))
+    matrix = chunked(rows, 3, torch.float32)
+    for _ in matrix.chunks():
+        break
+    finish(matrix)
+    assert ("release", 0, 3) in rows.notes
 
 
 # On an accelerator
@@ -229,3 +261,23 @@ def test_close_ends_the_thread(sim: Simulator) -> None:
     matrix.announce()
     matrix.close()
     assert threading.active_count() == before
+
+
+def test_rows_that_stay_are_copied_to_the_device_once(sim: Simulator) -> None:
+    """Also when the first pass was in inference mode and the second one trains."""
+    rows = NotedRows(torch.randn(7, 2))
+    matrix = chunked(rows, 3, torch.float32, "sim")
+    matrix.stays = True
+    with torch.inference_mode():
+        assert_chunks(matrix, rows.view(0, 7), 3, torch.float32, "sim")
+    assert len(rows.notes) == 3 and matrix.held_nbytes == matrix.nbytes == 7 * 2 * 4
+    matrix.announce()
+    assert_chunks(matrix, rows.view(0, 7), 3, torch.float32, "sim")
+    assert len(rows.notes) == 3, "nothing was read again"
+    hidden_ND = torch.ones(4, 2, device="sim", requires_grad=True)
+    sum((hidden_ND @ chunk.T).sum() for _, chunk in matrix.chunks()).backward()  # type: ignore[union-attr]
+    matrix.stays = False
+    assert matrix.held_nbytes == 0
+    assert_chunks(matrix, rows.view(0, 7), 3, torch.float32, "sim")
+    assert len(rows.notes) == 6
+    matrix.close()

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from airtune.weights import transport
 from airtune.weights.checkpoint import Checkpoint, CheckpointError, StoredTensor
+from airtune.weights.counters import Counters
 from airtune.weights.file_map import FileMap, FileRange
 from airtune.weights.image import LayerImage
 from airtune.weights.layout import Conversion, TensorPlan
@@ -92,6 +93,7 @@ class Streamed:
             [_layer(checkpoint, f"layers.{i}.", map_files and device == "cpu") for i in range(count)],
             self.reader,
             files or FileMap(),
+            counters=Counters(),
             device=torch.device(device),
             **options,
         )

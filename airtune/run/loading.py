@@ -1,0 +1,64 @@
+"""A tokenizer and a streamed model, out of the keys of the groups model and stream."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from airtune.model.build import load
+
+
+def load_tokenizer(path: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or a hub id. ValueError or OSError when there is none."""
+    if os.path.isabs(path) and not os.path.isdir(path):
+        raise ValueError(f"model.path: there is no folder {path}")
+    return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_for_use(*, adapter: str | None, **keys: Any) -> PreTrainedModel | PeftModel:
+    """A model that is used as it is: the base alone, or with the saved adapter in the folder `adapter`.
+
+    Raises ValueError or OSError for what cannot be loaded.
+    """
+    return _load(adapter=adapter, **keys).eval()
+
+
+def load_for_training(adapter: LoraConfig | str, *, seed: int, **keys: Any) -> PeftModel:
+    """A model with an adapter to train: a fresh one, whose values `seed` decides, or a saved one.
+
+    Raises ValueError or OSError for what cannot be loaded.
+    """
+    set_seed(seed)
+    if isinstance(adapter, LoraConfig):
+        model = _load(lora=adapter, **keys)
+    else:
+        model = _load(adapter=adapter, adapter_trainable=True, **keys)
+    assert isinstance(model, PeftModel), "load() returns a PeftModel when it is given an adapter"
+    return model
+
+
+def _load(
+    *,
+    path: str,
+    dtype: str,
+    attn_implementation: str,
+    device_memory: str,
+    host_memory: str,
+    **options: Any,  # for `load` as they are
+) -> PreTrainedModel | PeftModel:
+    return load(
+        path,
+        dtype=None if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=_chosen(attn_implementation),
+        device_memory=_chosen(device_memory),
+        host_memory=_chosen(host_memory),
+        **options,
+    )
+
+
+def _chosen(value: str) -> str | None:
+    return None if value == "auto" else value
