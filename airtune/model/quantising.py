@@ -39,6 +39,7 @@ from airtune.weights.header import StoredTensor
 from airtune.weights.layout import TensorPlan, plan_weights
 from airtune.weights.packed_store import PackedStore
 from airtune.weights.packing import PACKINGS
+from airtune.weights.schemes import take_scheme
 from airtune.weights.shards import Weight, plan_shards
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,9 @@ def quantise(
     packed_nbytes = sum(weight.stored.nbytes for weight in weights if weight.packed)
     if not packed_nbytes:
         raise ValueError(f"{path}: {type(model).__name__} has no weight that {scheme} could pack.")
-    config |= _settings(model, plans, weights, config, scheme)
+    settings = _settings(model, plans, weights, config, scheme)
+    _check_readable(model, settings, path)
+    config |= settings
     store = PackedStore(source, scheme, plan_shards(weights, scheme, shard_nbytes), config)
     done = Quantised(source.nbytes, packed_nbytes, store.nbytes)
     logger.info(
@@ -116,6 +119,21 @@ def quantise(
     )
     store.write(Path(output_dir), _device())
     return done
+
+
+def _check_readable(model: PreTrainedModel, settings: Mapping[str, object], path: str | Path) -> None:
+    """ValueError if transformers would give a packed copy other modules than the checkpoint was written for.
+
+    `model` has those modules afterwards, and is of no more use.
+    """
+    before = set(model.state_dict())
+    model.config.update(dict(settings))
+    take_scheme(model)
+    if lost := sorted(before - set(model.state_dict())):
+        raise ValueError(
+            f"{path}: transformers gives {type(model).__name__} other modules when its weights are packed "
+            f"({lost[0]} and {len(lost) - 1} more have no place there). Use the checkpoint as it is"
+        )
 
 
 def _weights(

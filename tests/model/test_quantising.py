@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, Llama4ForCausalLM, Llama4TextConfig
 from transformers.core_model_loading import Chunk, WeightConverter
 
 import airtune
@@ -189,6 +189,25 @@ def test_a_packed_source_is_refused(tmp_path: Path) -> None:
     store = store_of("llama", "nf4", tmp_path)
     with pytest.raises(ValueError, match="its weights are packed already"):
         quantise(store, scheme="int8", output_dir=tmp_path / "twice")
+
+
+def test_a_copy_that_would_get_other_modules_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    """For these experts, which all compute at once, transformers puts a list when they are packed."""
+    config = Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+    )
+    Llama4ForCausalLM(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="other modules when its weights are packed"):
+        quantise(tmp_path / "source", scheme="nf4", output_dir=tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
 
 
 def test_what_the_library_is_told_to_skip(tmp_path: Path) -> None:
