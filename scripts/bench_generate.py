@@ -17,7 +17,7 @@ takes then, by four threads, into buffers that are there already.
 A pass over streamed weights costs much the same for one token as for several. So the second table lets
 airtune verify guesses: `lookup` takes them from the text so far (prompt_lookup_num_tokens), `assistant` from
 a small resident model (`--assistant DIR`). The prompt is a passage and the first half of it again, which
-invites a trained model to go on copying.
+invites a trained model to go on copying. Models with a recurrent state cannot take guesses back: no table.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def contend(
         }
 
     os.dup2(answers, 1)
-    serve({}, answer)
+    # transformers cannot take guesses back out of a recurrent state, and refuses.
+    serve({"takes guesses": float(not getattr(model, "_is_stateful", False))}, answer)
 
 
 def resident(folder: Path) -> Any:
@@ -409,7 +410,7 @@ def measure(folder: Path, asked: argparse.Namespace) -> None:
             lines, kept[f"batch {rows}"] = compare(contenders, rows, folder, asked)
             shown += lines
         sys.stdout.write(table(shown))
-        if "airtune" in contenders:
+        if "airtune" in contenders and contenders["airtune"].ready["takes guesses"]:
             let_rest(contenders)
             lines, kept["guesses"] = speculate(contenders["airtune"], asked)
             sys.stdout.write("\n" + table(lines))

@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 
 _REFUSED = {
     "activation_checkpointing": "streaming recomputes each layer already",
-    "bf16": "the base computes in the dtype it was loaded in and adapters in fp32",
-    "fp16": "the base computes in the dtype it was loaded in and adapters in fp32",
+    "bf16": "the base computes in the dtype it was loaded in, and adapters keep fp32 values",
+    "fp16": "the base computes in the dtype it was loaded in, and adapters keep fp32 values",
     "bf16_full_eval": "the model is never cast",
     "fp16_full_eval": "the model is never cast",
     "torch_compile": "layers are wrapped one by one",
