@@ -15,7 +15,6 @@ Shape legend: R rank, I inputs, O outputs: ``lora_A`` is [R, I], ``lora_B`` is [
 
 import copy
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,8 @@ from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from airtune.durable import sync
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        _fsync_tree(partial)
+        _sync_tree(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -162,7 +163,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(previous, ignore_errors=True)
         target.rename(previous)
     partial.rename(target)
-    _fsync(target.parent)
+    sync(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -235,14 +236,6 @@ def _name(model: PeftModel) -> str:
     return active
 
 
-def _fsync_tree(folder: Path) -> None:
+def _sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)

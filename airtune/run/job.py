@@ -22,6 +22,7 @@ from typing import Any
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from airtune.durable import write_whole
 from airtune.model.adapter_io import AdapterError, load_adapter
 from airtune.model.stream import MicroBatchError, stream_of
 from airtune.run.checkpoints import remove_partial
@@ -172,7 +173,7 @@ def _claim(output_dir: Path, config_yaml: str, *, resuming: bool) -> None:
     if resuming:
         remove_partial(output_dir)
         _say_what_changed(path, config_yaml)
-    path.write_text(config_yaml, encoding="utf-8")
+    write_whole(path, config_yaml)
 
 
 def _say_what_changed(path: Path, config_yaml: str) -> None:

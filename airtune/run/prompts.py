@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Literal, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from airtune.durable import put
 from airtune.run.data.encode import encode_prompt
 from airtune.run.data.files import find_files
 from airtune.run.data.forms import FORMS, Conversation, canonical, conversation, has_form
@@ -213,5 +213,4 @@ def answers_file(output: str | None) -> Iterator[Callable[[Mapping[str, object]]
             stream.flush()
 
         yield write
-        os.fsync(stream.fileno())
-    partial.replace(output)
+    put(partial, Path(output))

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from airtune.durable import write_whole
+
 RESULTS, ROWS, ANSWERS = "results.json", "rows.jsonl", "answers.jsonl"
 
 
@@ -46,11 +48,11 @@ def make_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    _write_whole(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
-    _write_whole(path, "".join(json.dumps(_finite(line), ensure_ascii=False) + "\n" for line in lines))
+    write_whole(path, "".join(json.dumps(_finite(line), ensure_ascii=False) + "\n" for line in lines))
 
 
 def table(named: Mapping[str, Mapping[str, float]]) -> str:
@@ -85,9 +87,3 @@ def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

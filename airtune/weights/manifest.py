@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from airtune.durable import write_whole
 from airtune.weights.header import CheckpointError, listed
 
 MANIFEST = "airtune_manifest.json"
@@ -115,23 +116,3 @@ def check_store(folder: Path) -> None:
             f"{folder}: not the packed weights that were written: {listed(faults)}. Copy them again, or pack "
             "the model again into an empty folder."
         )
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """All of it or nothing, and down to the disk."""
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, file)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import BinaryIO
 
 import torch
 
+from airtune.durable import put, sync, write_whole
 from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.file_map import FileMap
 from airtune.weights.header import listed
@@ -31,8 +31,6 @@ from airtune.weights.manifest import (
     check_store,
     digest_of,
     fingerprint,
-    sync_folder,
-    write_whole,
 )
 from airtune.weights.packing import PACKINGS
 from airtune.weights.shards import Shard, Weight
@@ -96,7 +94,7 @@ class PackedStore:
             folder / MANIFEST
         )
         (folder / UNFINISHED).unlink()
-        sync_folder(folder)
+        sync(folder)
 
     def _manifest(self) -> Manifest:
         files = (*self.source.files, self.source.folder / "config.json")
@@ -135,11 +133,8 @@ class PackedStore:
             for weight in shard.weights:
                 self._write_weight(stream, weight, shard.offsets, files.tensor(weight.stored), device)
                 files.release([weight.stored])
-            stream.flush()
-            os.fsync(stream.fileno())
         written = digest_of(partial)
-        os.replace(partial, file)
-        sync_folder(folder)
+        put(partial, file)
         return written
 
     def _write_weight(
