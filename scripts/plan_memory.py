@@ -12,8 +12,10 @@ activations,
     two layers without their experts + a window of experts (256 MiB, two at least) + 16 bytes for each of the
     adapter's parameters (fp32: itself, its gradient, Adam's two moments)
 
-and a step reads every layer twice; of the experts those that were hit, for many tokens all of them.
-Activations are measured by `measure_device_memory.py`.
+A step brings every layer twice. Experts that were hit (for many tokens: all) are brought three times for each
+micro-batch: forward, recompute, backward. `stream.host_memory` for the experts of one layer lets the disk
+read them twice a step, however many micro-batches there are. Activations, and what really crosses, are
+measured by `measure_device_memory.py`.
 """
 
 from __future__ import annotations
@@ -167,6 +169,7 @@ def row(name: str, found: Plan) -> dict[str, str]:
         "layers": str(found.layers),
         "GB a layer": f"{found.layer / gb:.2f}",
         "experts": f"{found.experts} x {found.expert / 1e6:.1f} MB" if found.experts else "-",
+        "GB a layer's experts": f"{found.experts * found.expert / gb:.1f}" if found.experts else "-",
         "GB of all layers": f"{found.model / gb:.0f}",
         "GB adapter state": f"{found.adapter / gb:.2f}",
         "GB window": f"{found.window / gb:.2f}",

@@ -141,9 +141,12 @@ def _bringers(
     tables: Tables,
     cleanup: ExitStack,
 ) -> tuple[ExpertWindow | None, Residency]:
-    """What brings experts (if there are any), and what brings layers. Host memory is for layers first."""
-    place, window = way.place, None
-    layers_nbytes = min(place.cache_nbytes, sum(image.nbytes for image, _ in images))
+    """What brings experts (if there are any), and what brings layers.
+
+    Host memory is for the experts of one layer first: forward, recompute and backward of each micro-batch ask
+    for them, and a layer is asked for twice. What is left is for layers, and what is left then, for experts.
+    """
+    place, window, experts_nbytes = way.place, None, 0
     if found.groups:
         window = ExpertWindow(
             found.groups,
@@ -152,12 +155,16 @@ def _bringers(
             device=place.device,
             counters=means.counters,
             map_files=way.map_files,
-            cache_nbytes=place.cache_nbytes - layers_nbytes,
             poison=way.poison,
         )
         cleanup.callback(window.close)
         window.places = _window_places(window, place)
         cleanup.callback(hear_routers(found.model, found.groups, window.announce))
+        # Fewer would be gone again when their turn comes.
+        experts_nbytes = window.layer_nbytes if window.layer_nbytes <= place.cache_nbytes else 0
+    layers_nbytes = min(place.cache_nbytes - experts_nbytes, sum(image.nbytes for image, _ in images))
+    if window is not None:
+        window.keep(place.cache_nbytes - layers_nbytes)
     residency = Residency(
         found.model,
         _with_lazy(images, found.groups, window, tables),

@@ -12,7 +12,7 @@ walks them back. So once the router has spoken (`announce`) the next ones are re
 or downwards. An expert that nobody announced is read when it is asked for, and never before: what the router
 did not choose is not read.
 
-It gives up reuse between micro-batches beyond the window (on the device) and `cache_nbytes` (on the host).
+It gives up reuse between micro-batches beyond the window (on the device) and what may be kept (on the host).
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class ExpertWindow:
     Args:
         groups: at least one.
         counters: those of the layers: bytes and waiting are added to them.
-        cache_nbytes: host memory for experts that were read; for accelerators. The one that was used longest
-            ago makes room.
         poison: fill a place with NaN bytes before its next expert comes.
     """
 
@@ -67,7 +65,6 @@ class ExpertWindow:
         device: torch.device,
         counters: Counters,
         map_files: bool,
-        cache_nbytes: int = 0,
         poison: bool = False,
     ) -> None:
         self.device, self.places = device, LEAST_PLACES
@@ -82,7 +79,7 @@ class ExpertWindow:
             reader,
             files,
             device=device,
-            cache_nbytes=cache_nbytes,
+            cache_nbytes=0,
             poison=poison,
             evict=True,
             part_nbytes=self._slot_nbytes,
@@ -102,6 +99,21 @@ class ExpertWindow:
     def count(self) -> int:
         """Experts of all groups."""
         return len(self._images)
+
+    @property
+    def layer_nbytes(self) -> int:
+        """What the experts of one layer take on the host, in the layer where that is most."""
+        nbytes: Counter[int] = Counter()
+        for number, group in enumerate(self._groups):
+            nbytes[group.layer] += group.count * self._images[self._images.first(number)].nbytes
+        return max(nbytes.values())
+
+    def keep(self, nbytes: int) -> None:
+        """Let so much host memory hold experts that were read; the one used longest ago makes room.
+
+        For accelerators, and before the first use.
+        """
+        self._transport.keep(nbytes)
 
     @property
     def held_nbytes(self) -> int:

@@ -125,6 +125,11 @@ class Transport:
         self._evict = evict
         self._lock = threading.Lock()  # for the ring and the cache
 
+    def keep(self, nbytes: int) -> None:
+        """Give the cache another size; only while it is empty."""
+        assert not self._cache
+        self._cache_nbytes = self._cache_nbytes_left = nbytes
+
     def slot(self, nbytes: int) -> Slot:
         """A new slot; its memory is given back when it is dropped, once the copies into it are done."""
         slot = Slot(nbytes, self._device)

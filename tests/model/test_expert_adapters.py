@@ -126,3 +126,28 @@ def test_what_cannot_be_done_is_said_before_a_weight_is_read(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         streamed(zoo.make("qwen3_moe_mixed", tmp_path), lora)
+
+
+def test_in_bf16_the_error_is_the_resident_models_own(tmp_path: Path) -> None:
+    """Factors compute in bf16 beside bf16 experts, from fp32 values. Against the same adapter in fp32."""
+    name = "qwen3_moe_mixed"
+    folder, batch = zoo.make(name, tmp_path, dtype=torch.bfloat16), ragged_batch()
+    exact = twin_of(name, folder, config(BOTH))
+    values = {n: p.detach().clone() for n, p in adapter(exact).items()}
+    base = zoo.model_class(name).from_pretrained(folder, dtype=torch.bfloat16)
+    base.set_experts_implementation("eager")
+    half = cast(PeftModel, get_peft_model(base, config(BOTH)))
+    ours = streamed(folder, config(BOTH), dtype=torch.bfloat16)
+    for model in (exact, half, ours):
+        for n, parameter in adapter(model).items():
+            parameter.data.copy_(values[n])
+        model.train()(**batch).loss.backward()
+    want = gradients(exact)
+    assert {g.dtype for g in gradients(ours).values()} == {torch.float32}
+    assert _error(gradients(ours), want) < 1.2 * _error(gradients(half), want)
+
+
+def _error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Of all gradients together, relative."""
+    off = sum(float((got[n].float() - w).square().sum()) for n, w in want.items())
+    return (off / sum(float(w.square().sum()) for w in want.values())) ** 0.5

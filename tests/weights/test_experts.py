@@ -171,7 +171,8 @@ def test_on_an_accelerator(sim: Simulator, open_bench: Any, places: int) -> None
 
 
 def test_the_cache_keeps_what_was_used_last(sim: Simulator, open_bench: Any) -> None:
-    bench = open_bench(device="sim", cache_nbytes=3 * NBYTES)
+    bench = open_bench(device="sim")
+    bench.window.keep(3 * NBYTES)
     bench.use(0, 1, 2, 3)
     read = bench.counters.bytes_read
     bench.window.places = 0
