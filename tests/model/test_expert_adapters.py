@@ -32,8 +32,8 @@ def config(parameters: list[str], modules: list[str] | None = None, **options: o
     )
 
 
-def twin_of(name: str, folder: Path, lora: LoraConfig) -> PeftModel:
-    base = zoo.model_class(name).from_pretrained(folder)
+def twin_of(name: str, folder: Path, lora: LoraConfig, dtype: torch.dtype = torch.float32) -> PeftModel:
+    base = zoo.model_class(name).from_pretrained(folder, dtype=dtype)
     base.set_experts_implementation("eager")
     torch.manual_seed(0)
     return cast(PeftModel, get_peft_model(base, lora))
@@ -134,9 +134,7 @@ def test_in_bf16_the_error_is_the_resident_models_own(tmp_path: Path) -> None:
     folder, batch = zoo.make(name, tmp_path, dtype=torch.bfloat16), ragged_batch()
     exact = twin_of(name, folder, config(BOTH))
     values = {n: p.detach().clone() for n, p in adapter(exact).items()}
-    base = zoo.model_class(name).from_pretrained(folder, dtype=torch.bfloat16)
-    base.set_experts_implementation("eager")
-    half = cast(PeftModel, get_peft_model(base, config(BOTH)))
+    half = twin_of(name, folder, config(BOTH), torch.bfloat16)
     ours = streamed(folder, config(BOTH), dtype=torch.bfloat16)
     for model in (exact, half, ours):
         for n, parameter in adapter(model).items():
