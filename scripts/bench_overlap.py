@@ -3,18 +3,23 @@
 
     python scripts/bench_overlap.py                               a random 0.12B model on the CPU
     python scripts/bench_overlap.py --ratios 1 --rows 8 --json result.json
+    python scripts/bench_overlap.py --places 2 5 8                one in five layers stays, one in three
 
 A step can take no less than the larger of the time that its bytes need and the time that its layers compute.
 Here the disk is made: the reader delivers n bytes after n / rate seconds, asleep in between, so that the CPU
 computes meanwhile. Steps without and with the brake take turns. The one without says how long the layers
 compute (its own time less what it waited for weights), and from its bytes comes the rate at which reading
-takes 0.5, 1 or 2 times as long.
+every layer twice, as a step does that keeps none, takes 0.5, 1 or 2 times as long as that.
 
-The last column is a second floor, beneath which two places for layers cannot go: only one layer is read
-while one computes, so the forward pass, half the work of the backward pass for the same bytes, waits for the
-disk while the backward pass leaves it idle, and at the two turns of a step nothing is left to read:
+Near 1 no schedule reaches the larger of the two. The forward pass reads as many bytes as the backward pass
+and computes half as long or less, so that it waits for the disk while the backward pass leaves the disk
+idle; and what is read then has nowhere to be but in a place that holds a layer which is needed sooner. With
+all layers alike, and the backward pass twice the forward pass, that is IO / 2 + compute * 2 / 3, or 1.17 of
+either where they are equal. More places help in the one way that is left, by reading less: what stays is
+needed first at the next turn. The last column is the least that P places allow, by this account:
 
-    sum over visits of max(compute of the visit, reading of the layer after it)
+    a layer is read as soon as the one that was there P layers before has been computed with and the read
+    before it is done; at the two turns of a step the P layers that come next are there
 """
 
 from __future__ import annotations
@@ -44,8 +49,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     from airtune.model.stream import Stream, Visit
-
-PLACES = 2
 
 
 class SlowReader(ByteReader):
@@ -80,14 +83,18 @@ class Step:
     def compute_s(self) -> float:
         return self.step_s - self.stall_s
 
-    def floor_s(self, layer_s: float) -> float:
-        """The least time of a step in which each layer takes `layer_s` to read, with two places."""
-        count = 1 + max(index for _, index in self.visits)
-        floor = self.compute_s - sum(self.windows_s)
-        for (_, index), window_s in zip(self.visits, self.windows_s, strict=True):
-            reads = 0 < index < count - 1  # at the turns, both layers that come next are there
-            floor += max(window_s, layer_s) if reads else window_s
-        return floor
+    def floor_s(self, layer_s: float, places: int) -> float:
+        """The least time of a step in which each layer takes `layer_s` to read into one of `places`."""
+        count = len(self.visits) // 2
+        done_s: list[float] = []  # when each visit ends
+        now_s = read_s = 0.0
+        for visit, window_s in enumerate(self.windows_s):
+            if visit % count >= places:  # it is not one of those that were there at the turn
+                read_s = max(read_s, done_s[visit - places]) + layer_s
+                now_s = max(now_s, read_s)
+            now_s += window_s
+            done_s.append(now_s)
+        return now_s + self.compute_s - sum(self.windows_s)
 
 
 class Trainer:
@@ -129,11 +136,17 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A step with the brake, and the one without it that came before."""
+    """A step with the brake, and the one without it that came before.
+
+    Args:
+        rate: of the brake, in bytes a second.
+        places: layers that are in memory at once.
+    """
 
     free: Step
     braked: Step
     rate: float
+    places: int
 
     @property
     def read_s(self) -> float:
@@ -145,22 +158,24 @@ class Pair:
 
     @property
     def over_floor(self) -> float:
-        layers_read = sum(0 < index < len(self.free.visits) // 2 - 1 for _, index in self.free.visits)
-        return self.braked.step_s / self.free.floor_s(self.read_s / layers_read)
+        layers_read = len(self.free.visits) - 2 * self.places
+        return self.braked.step_s / self.free.floor_s(self.read_s / layers_read, self.places)
 
 
-def measure(trainer: Trainer, ratio: float, steps: int) -> list[Pair]:
-    """Pairs of steps, with reading `ratio` times as long as computing."""
+def measure(trainer: Trainer, ratio: float, places: int, steps: int) -> list[Pair]:
+    """Pairs of steps, with reading everything twice `ratio` times as long as computing."""
     pairs = []
     for _ in range(steps):
         free = trainer.step(None)
-        rate = free.bytes_read / (ratio * free.compute_s)
-        pairs.append(Pair(free, trainer.step(rate), rate))
-        sys.stderr.write(f"{ratio}: {pairs[-1].over_larger:.3f}\n")
+        visits = len(free.visits)
+        twice_nbytes = free.bytes_read * visits / (visits - 2 * places)
+        rate = twice_nbytes / (ratio * free.compute_s)
+        pairs.append(Pair(free, trainer.step(rate), rate, places))
+        sys.stderr.write(f"{ratio}, {places} places: {pairs[-1].over_larger:.3f}\n")
     return pairs
 
 
-def line(ratio: float, pairs: Sequence[Pair]) -> dict[str, str]:
+def line(ratio: float, places: int, pairs: Sequence[Pair]) -> dict[str, str]:
     """A line of the table: medians over the pairs."""
 
     def middle(values: Sequence[float], form: str) -> str:
@@ -168,13 +183,14 @@ def line(ratio: float, pairs: Sequence[Pair]) -> dict[str, str]:
 
     return {
         "IO:compute": str(ratio),
+        "places": str(places),
         "GB/s": middle([pair.rate / 1e9 for pair in pairs], ".3f"),
         "IO s": middle([pair.read_s for pair in pairs], ".2f"),
         "compute s": middle([pair.free.compute_s for pair in pairs], ".2f"),
         "step s": middle([pair.braked.step_s for pair in pairs], ".2f"),
         "stall": middle([pair.braked.stall_s / pair.braked.step_s for pair in pairs], ".1%"),
         "step / max(IO, compute)": middle([pair.over_larger for pair in pairs], ".3f"),
-        "step / floor of two places": middle([pair.over_floor for pair in pairs], ".3f"),
+        "step / floor": middle([pair.over_floor for pair in pairs], ".3f"),
     }
 
 
@@ -191,13 +207,20 @@ def load(folder: Path, asked: argparse.Namespace) -> Any:
 
 def run(folder: Path, asked: argparse.Namespace) -> None:
     model = load(folder, asked)
-    trainer = Trainer(model, stream_of(model), asked.rows, asked.seq)
-    for _ in range(2):  # the order of the visits is known then
-        trainer.step(None)
-    measured = {ratio: measure(trainer, ratio, asked.steps) for ratio in asked.ratios}
-    sys.stdout.write(table([line(ratio, pairs) for ratio, pairs in measured.items()]))
-    kept = {ratio: [asdict(pair) for pair in pairs] for ratio, pairs in measured.items()}
-    write_json(asked.json, {"options": {k: str(v) for k, v in vars(asked).items()}, "ratios": kept})
+    stream = stream_of(model)
+    trainer = Trainer(model, stream, asked.rows, asked.seq)
+    measured = {}
+    for places in asked.places:
+        for _ in range(2):  # the order of the visits is known then, and the places are full
+            trainer.step(None)
+            stream._residency.places = places  # a limit on memory would do the same
+        for ratio in asked.ratios:
+            measured[ratio, places] = measure(trainer, ratio, places, asked.steps)
+    sys.stdout.write(table([line(*setting, pairs) for setting, pairs in measured.items()]))
+    kept = [
+        {"ratio": ratio, "pairs": [asdict(pair) for pair in pairs]} for (ratio, _), pairs in measured.items()
+    ]
+    write_json(asked.json, {"options": {k: str(v) for k, v in vars(asked).items()}, "measured": kept})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -208,6 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hidden", default="512", help="of the random model (default: %(default)s)")
     parser.add_argument("--vocab", default="2048", help="of the random model (default: %(default)s)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="IO:compute")
+    parser.add_argument("--places", type=int, nargs="+", default=[2], help="for layers (default: 2)")
     parser.add_argument("--rows", type=int, default=2, help="of a step (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="rows at once (default: %(default)s)")

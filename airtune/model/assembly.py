@@ -8,6 +8,7 @@ it off again, which is what closing the stream does, and what happens at once wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,8 +37,11 @@ from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, can_be_mapped, load_tensor
 from airtune.weights.layout import TensorPlan
 from airtune.weights.matrix import CHUNK_NBYTES, MAPPED_CHUNK_NBYTES
+from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.reader import ByteReader
 from airtune.weights.residency import Layer, Residency
+
+logger = logging.getLogger(__name__)
 
 # Memory for the logits of the loss at a time. 64 MB hold 256 tokens of a 65536-row vocabulary in fp32; more
 # would not make the two matrix products faster, and less splits them into slivers.
@@ -146,7 +150,7 @@ def _bringers(
     Host memory is for the experts of one layer first: forward, recompute and backward of each micro-batch ask
     for them, and a layer is asked for twice. What is left is for layers, and what is left then, for experts.
     """
-    place, window, experts_nbytes = way.place, None, 0
+    place, window, experts_nbytes, cache_nbytes = way.place, None, 0, way.place.cache_nbytes or 0
     if found.groups:
         window = ExpertWindow(
             found.groups,
@@ -160,11 +164,13 @@ def _bringers(
         cleanup.callback(window.close)
         window.places = _window_places(window, place)
         cleanup.callback(hear_routers(found.model, found.groups, window.announce))
+        if place.cache_nbytes is None and not place.on_cpu:
+            cache_nbytes = _room_for_experts(window)
         # Fewer would be gone again when their turn comes.
-        experts_nbytes = window.layer_nbytes if window.layer_nbytes <= place.cache_nbytes else 0
-    layers_nbytes = min(place.cache_nbytes - experts_nbytes, sum(image.nbytes for image, _ in images))
+        experts_nbytes = window.layer_nbytes if window.layer_nbytes <= cache_nbytes else 0
+    layers_nbytes = min(cache_nbytes - experts_nbytes, sum(image.nbytes for image, _ in images))
     if window is not None:
-        window.keep(place.cache_nbytes - layers_nbytes)
+        window.keep(cache_nbytes - layers_nbytes)
     residency = Residency(
         found.model,
         _with_lazy(images, found.groups, window, tables),
@@ -177,6 +183,23 @@ def _bringers(
     )
     cleanup.callback(residency.close)
     return window, residency
+
+
+def _room_for_experts(window: ExpertWindow) -> int:
+    """Host memory for experts where the user leaves it open: one layer's, if half of what is free holds them.
+
+    Without it a checkpoint that is larger than memory is read from the disk three times for each micro-batch,
+    and with it twice a step.
+    """
+    if window.layer_nbytes <= available_memory_nbytes() // 2:
+        return window.layer_nbytes
+    logger.info(
+        "half of the memory that is free does not hold the experts of one layer (%.1f GB): they are read in "
+        "forward, in the recompute and in backward of each micro-batch; set stream.host_memory to hold them, "
+        "or make stream.micro_batch_size larger",
+        window.layer_nbytes / 1e9,
+    )
+    return 0
 
 
 def _load_resident(

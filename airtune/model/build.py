@@ -32,9 +32,9 @@ from airtune.model.request import (
 from airtune.model.skeleton import build_skeleton
 from airtune.weights.access import choose_access
 from airtune.weights.checkpoint import Checkpoint
-from airtune.weights.decode import COMPUTE_DTYPES
 from airtune.weights.layout import plan_weights
-from airtune.weights.schemes import take_scheme
+from airtune.weights.packed.decode import COMPUTE_DTYPES
+from airtune.weights.packed.schemes import take_scheme
 
 
 def load(
@@ -67,7 +67,8 @@ def load(
         device_memory: bytes to use on an accelerator, such as "4GB"; what the first step leaves of them
             keeps layers there. None for 90 % of what is free.
         host_memory: bytes of host memory for weights: on an accelerator, layers that are read from disk
-            once; on the CPU, how many layers may be in memory. None for what streaming needs.
+            once, and experts; on the CPU, how many layers may be in memory. None for what streaming needs,
+            and on an accelerator for the experts of one layer where half of what is free holds them.
         file_access: "mapped" (on the CPU: weights are used where the file is mapped), "buffered" (read
             through the page cache), "direct" (past it); "auto" measures when the checkpoint is larger than
             memory.

@@ -22,9 +22,9 @@ from collections.abc import Callable
 import torch
 
 from airtune.model.head_weights import StreamedHead
-from airtune.weights.access import available_memory_nbytes
 from airtune.weights.budget import SlotBudget
 from airtune.weights.experts import ExpertWindow
+from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.residency import Residency
 
 logger = logging.getLogger(__name__)

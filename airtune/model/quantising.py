@@ -37,9 +37,9 @@ from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.expert_plans import ExpertGroup
 from airtune.weights.header import StoredTensor
 from airtune.weights.layout import TensorPlan, plan_weights
+from airtune.weights.packed.schemes import take_scheme
 from airtune.weights.packed_store import PackedStore
 from airtune.weights.packing import PACKINGS
-from airtune.weights.schemes import take_scheme
 from airtune.weights.shards import Weight, plan_shards
 
 logger = logging.getLogger(__name__)

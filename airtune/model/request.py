@@ -28,12 +28,13 @@ class Place:
 
     Attributes:
         nbytes: for weights where the layers compute; None when the user leaves it open.
-        cache_nbytes: of host memory, for layers on their way to an accelerator.
+        cache_nbytes: of host memory, for layers and experts on their way to an accelerator; None when the
+            user leaves it open.
     """
 
     device: torch.device
     nbytes: int | None
-    cache_nbytes: int
+    cache_nbytes: int | None
 
     @property
     def on_cpu(self) -> bool:
@@ -53,9 +54,8 @@ def choose_place(
         None if size is None else parse_bytes(size) for size in (device_memory, host_memory)
     )
     if chosen.type != "cpu":
-        return Place(
-            chosen, _free_nbytes(chosen) if device_nbytes is None else device_nbytes, host_nbytes or 0
-        )
+        free_nbytes = _free_nbytes(chosen) if device_nbytes is None else device_nbytes
+        return Place(chosen, free_nbytes, host_nbytes)
     if device_memory is not None:
         logger.info("the layers compute on the CPU: device_memory is not used, host_memory is")
     return Place(chosen, host_nbytes, 0)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Literal, get_args
 import torch
 
 from airtune.weights.checkpoint import Checkpoint
+from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.reader import ByteRange, ByteReader, NoDirectIO
 
 FileAccess = Literal["mapped", "buffered", "direct"]
@@ -146,17 +146,6 @@ def require_direct(files: Sequence[Path]) -> None:
     with ByteReader(threads=1, direct=True) as reader:
         ranges = [ByteRange(file, 0, 1, place) for place, file in enumerate(files)]
         reader.read_into(ranges, torch.empty(len(files), dtype=torch.uint8))
-
-
-def available_memory_nbytes() -> int:
-    """Memory that can be had without swapping, page cache included; all there is, where the system does not
-    say.
-    """
-    meminfo = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(), re.M) if meminfo.exists() else None
-    if found is None:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(found[1]) * 1024
 
 
 def _speed(place: ByteRange, buffer: torch.Tensor, *, direct: bool) -> float:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from airtune.weights.checkpoint import StoredTensor
-from airtune.weights.decode import Decoded
 from airtune.weights.file_map import FileMap
 from airtune.weights.layout import Conversion, TensorPlan
 from airtune.weights.lazy import LazyTensor
+from airtune.weights.packed.decode import Decoded
 from airtune.weights.reader import ByteRange, ByteReader
 
 _ALIGNMENT = 64

@@ -33,7 +33,8 @@ from transformers.core_model_loading import (
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from airtune.weights.checkpoint import CheckpointError, StoredTensor
-from airtune.weights.decode import (
+from airtune.weights.header import listed
+from airtune.weights.packed.decode import (
     Decoder,
     Scheme,
     Source,
@@ -43,7 +44,6 @@ from airtune.weights.decode import (
     refuse_undecoded,
     without_decoding,
 )
-from airtune.weights.header import listed
 from airtune.weights.pieces import Piece, trace_pieces
 from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.stand_in import StandIn

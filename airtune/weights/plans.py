@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers.core_model_loading import WeightConverter
 
-from airtune.weights.decode import Decoder, Source
 from airtune.weights.header import StoredTensor
+from airtune.weights.packed.decode import Decoder, Source
 from airtune.weights.pieces import Piece
 from airtune.weights.stand_in import StandIn
 

@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import torch
 
-from airtune.weights.access import available_memory_nbytes
 from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
 from airtune.weights.layout import TensorPlan
 from airtune.weights.lazy import WeightSource
+from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.pieces import Piece
 from airtune.weights.reader import ByteRange
 

@@ -18,7 +18,7 @@ import torch
 
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import Filling, LayerImage
-from airtune.weights.pinned import host_buffer, owned_by
+from airtune.weights.pinned import host_buffer, owned_by, piece_nbytes
 from airtune.weights.reader import ByteReader
 
 PART_NBYTES = 32 * 2**20
@@ -82,10 +82,11 @@ class _Part:
 
 
 class _Cached:
-    """An image that stays in host memory."""
+    """An image that stays in host memory, in pieces."""
 
-    def __init__(self, host: torch.Tensor) -> None:
-        self.host = host
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.pieces = [host_buffer([size]) for size in piece_nbytes(nbytes, PART_NBYTES)]
         self.copied: torch.Event | None = None
 
     def wait(self) -> None:
@@ -186,7 +187,7 @@ class Transport:
             while nbytes > self._cache_nbytes_left and self._cache:
                 _, oldest = self._cache.popitem(last=False)
                 oldest.wait()
-                self._cache_nbytes_left += oldest.host.numel()
+                self._cache_nbytes_left += oldest.nbytes
         if nbytes > self._cache_nbytes_left:
             return False
         self._cache_nbytes_left -= nbytes
@@ -195,24 +196,27 @@ class Transport:
     def _read_to_keep(self, index: int) -> _Cached:
         image = self._images[index]
         try:
-            host = host_buffer([image.nbytes])
-            image.fill(host, self._reader, self._files)
+            cached, start = _Cached(image.nbytes), 0
+            filling = Filling(image, self._reader, self._files)
+            for piece in cached.pieces:
+                filling.write(piece, start, start + piece.numel())
+                start += piece.numel()
         except BaseException:
             with self._lock:
                 self._cache_nbytes_left += image.nbytes
             raise
         with self._lock:
-            self._cache[index] = _Cached(host)
-            return self._cache[index]
+            self._cache[index] = cached
+            return cached
 
     def _copy_cached(self, index: int, cached: _Cached, slot: Slot) -> None:
-        nbytes, sent = cached.host.numel(), deque[torch.Event]()
-        for start in range(0, nbytes, PART_NBYTES):
+        sent, start = deque[torch.Event](), 0
+        for piece in cached.pieces:
             if len(sent) >= _PARTS:
                 sent.popleft().synchronize()  # not more on the bus than that: activations come first
-            part = slice(start, min(start + PART_NBYTES, nbytes))
-            cached.copied = self._send(cached.host[part], slot.buffer[part])
+            cached.copied = self._send(piece, slot.buffer[start : start + piece.numel()])
             sent.append(cached.copied)
+            start += piece.numel()
         with self._lock:
             if index in self._cache:
                 self._cache.move_to_end(index)

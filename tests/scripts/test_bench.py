@@ -49,10 +49,10 @@ def test_train(run: Run, tmp_path: Path) -> None:
 
 def test_overlap(run: Run, tmp_path: Path) -> None:
     folder, figures = zoo.make("llama", tmp_path / "model"), tmp_path / "figures.json"
-    options = ["--ratios", 2, "--seq", 8, "--steps", 1, "--threads", 1, "--rank", 2]
+    options = ["--ratios", 2, "--places", 1, "--seq", 8, "--steps", 1, "--threads", 1, "--rank", 2]
     head, row, _ = run("bench_overlap", "--checkpoint", folder, *options, "--json", figures)
-    assert head[0] == "IO:compute" and row[0] == "2.0"
-    (pair,) = json.loads(figures.read_text())["ratios"]["2.0"]
+    assert head[:2] == ["IO:compute", "places"] and row[:2] == ["2.0", "1"]
+    ((pair,),) = (setting["pairs"] for setting in json.loads(figures.read_text())["measured"])
     braked = pair["braked"]
     # The brake holds: reading takes what it must, and only so much of it can hide behind 8 visits.
     assert braked["step_s"] > braked["bytes_read"] / pair["rate"]

@@ -177,12 +177,3 @@ def test_measures_real_reads(checkpoint: Checkpoint) -> None:
     except NoDirectIO as refusal:
         pytest.skip(str(refusal))
     assert speeds.buffered > 0 and speeds.direct > 0
-
-
-def test_available_memory_is_part_of_what_there_is() -> None:
-    assert 0 < access.available_memory_nbytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_system_that_does_not_tell_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "exists", lambda self: False)
-    assert access.available_memory_nbytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -25,9 +25,9 @@ from airtune.weights.image import (
 )
 from airtune.weights.layout import Conversion, TensorPlan, plan_weights
 from airtune.weights.lazy import LazyTensor
+from airtune.weights.packed.schemes import take_scheme
 from airtune.weights.pieces import Piece
 from airtune.weights.reader import ByteReader
-from airtune.weights.schemes import take_scheme
 from tests import packed, zoo
 
 GARBAGE = 171

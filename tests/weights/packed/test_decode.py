@@ -18,14 +18,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from airtune.model.skeleton import build_skeleton
-from airtune.weights import row_blocks
 from airtune.weights.checkpoint import Checkpoint, CheckpointError
 from airtune.weights.expert_plans import ExpertGroup
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import load_tensor
 from airtune.weights.layout import TensorPlan, plan_weights
+from airtune.weights.packed import row_blocks
+from airtune.weights.packed.schemes import _Fp8Dequantize, take_scheme
 from airtune.weights.reader import ByteReader
-from airtune.weights.schemes import _Fp8Dequantize, take_scheme
 from tests import packed, zoo
 
 # transformers says that a config given to `from_pretrained` meets the one in config.json.

@@ -16,10 +16,10 @@ from airtune.model.experts import find_experts
 from airtune.model.layers import find_layers
 from airtune.model.quantising import quantise
 from airtune.model.skeleton import build_skeleton
-from airtune.weights.bnb import Bnb4Bit, Bnb8Bit
 from airtune.weights.checkpoint import Checkpoint, CheckpointError
 from airtune.weights.layout import plan_weights
-from airtune.weights.schemes import take_scheme
+from airtune.weights.packed.bnb import Bnb4Bit, Bnb8Bit
+from airtune.weights.packed.schemes import take_scheme
 from tests import packed, zoo
 
 RELEASED: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
-from airtune.weights.bnb_decode import FourBit, decode_4bit, decode_8bit
+from airtune.weights.packed.bnb_decode import FourBit, decode_4bit, decode_8bit
 
 _NESTED = ("nested_absmax", "nested_quant_map")
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")

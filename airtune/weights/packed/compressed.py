@@ -19,9 +19,9 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
-from airtune.weights.decode import COMPUTE_DTYPES, Decoder, PlainModules
 from airtune.weights.header import CheckpointError
-from airtune.weights.row_blocks import in_rows
+from airtune.weights.packed.decode import COMPUTE_DTYPES, Decoder, PlainModules
+from airtune.weights.packed.row_blocks import in_rows
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme

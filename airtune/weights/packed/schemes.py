@@ -24,11 +24,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-from airtune.weights.bnb import Bnb4Bit, Bnb8Bit
-from airtune.weights.compressed import CompressedTensors
-from airtune.weights.decode import COMPUTE_DTYPES, PlainModules, Scheme
 from airtune.weights.header import CheckpointError
-from airtune.weights.row_blocks import row_slices
+from airtune.weights.packed.bnb import Bnb4Bit, Bnb8Bit
+from airtune.weights.packed.compressed import CompressedTensors
+from airtune.weights.packed.decode import COMPUTE_DTYPES, PlainModules, Scheme
+from airtune.weights.packed.row_blocks import row_slices
 
 
 def take_scheme(model: PreTrainedModel) -> Scheme | None:

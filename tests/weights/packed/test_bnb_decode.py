@@ -6,8 +6,8 @@ import pytest
 import torch
 from bitsandbytes import functional
 
-from airtune.weights import bnb_decode
-from airtune.weights.bnb_decode import FourBit, by_formula, decode_4bit, decode_8bit
+from airtune.weights.packed import bnb_decode
+from airtune.weights.packed.bnb_decode import FourBit, by_formula, decode_4bit, decode_8bit
 from tests.sim import Simulator
 
 Parts = dict[str, torch.Tensor]

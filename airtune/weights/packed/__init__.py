@@ -1,0 +1,1 @@
+"""Weights that are stored in fewer bits than they are computed with."""
