@@ -213,7 +213,7 @@ def run(folder: Path, asked: argparse.Namespace) -> None:
     for places in asked.places:
         for _ in range(2):  # the order of the visits is known then, and the places are full
             trainer.step(None)
-            stream._residency.places = places  # a limit on memory would do the same
+            stream.places.hold(places)  # a limit on memory would do the same
         for ratio in asked.ratios:
             measured[ratio, places] = measure(trainer, ratio, places, asked.steps)
     sys.stdout.write(table([line(*setting, pairs) for setting, pairs in measured.items()]))

@@ -1,13 +1,17 @@
 """How many layers, and experts, may be where they compute while a pass runs.
 
 A budget is for everything that a run has on the device, and of that only the weights are known beforehand.
-The rest, activations and a growing cache of keys and values, is measured: the first pass of its size runs on
-the fewest places, its peak is noted, and from then on what the budget leaves becomes places.
+The rest, activations and a growing cache of keys and values, is measured: a pass with more tokens than any
+before runs on the fewest places, its peak is noted, and from then on what the budget leaves becomes places.
 
-Training and forward-only work are measured apart. Training repeats one kind of step. Forward-only work does
-not: a prompt of 4,000 tokens needs a thousand times the activations of the token that follows it, and every
-token leaves keys and values behind (Qwen3-8B: 147 kB). So a pass with more tokens than any before is
-measured anew, and before each pass what is on the device by then is counted.
+Passes that train and passes that do not are measured apart: the same tokens take a multiple with gradients,
+a prompt of 4,000 tokens a thousand times the activations of the token that follows it, and every token
+leaves keys and values behind (Qwen3-8B: 147 kB). What was on the device when a pass began counts too.
+
+What is left goes where it saves the most. In training each micro-batch walks up and down all experts of a
+layer, so the first places are for those: one more expert is a copy less at each turn of each micro-batch in
+every layer, where as many bytes of a whole layer save two copies a step. A token that is generated uses a few
+experts of each layer, and other ones each time: then layers come first.
 
 Layers that are nothing but views of a mapped file take no memory that the kernel could not take back. Unless
 the user limits them, as many as memory holds stay mapped while tokens are generated, where each token would
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +36,18 @@ logger = logging.getLogger(__name__)
 
 # Others want memory too.
 _SHARE_OF_AVAILABLE = 0.9
+
+
+@dataclass
+class _Measured:
+    """What passes of one kind took at most, besides weights in places.
+
+    Args:
+        tokens: the most that a pass had at once.
+    """
+
+    tokens: int = 0
+    nbytes: int = 0
 
 
 class Places:
@@ -49,48 +66,69 @@ class Places:
         self._fewest = residency.places = budget.first()
         self._fewest_experts = 0 if window is None else window.places
         self._on_cpu = residency.device.type == "cpu"
-        self._measures = not self._on_cpu and _has_statistics(residency.device)
-        self._settled = False
-        # On the CPU the budget is for weights alone, and nothing is measured.
-        self._working_nbytes = budget.window_nbytes if self._on_cpu else 0
+        self._can_measure = not self._on_cpu and _has_statistics(residency.device)
+        self._training, self._other = _Measured(), _Measured()
+        self._measuring: _Measured | None = None
         self._peak_nbytes = 0
-        self._generating_nbytes = 0
-        self._largest_pass = 0
-        self._tokens = 0
+        self._held = False
 
-    def begin(self, *, generates: bool, tokens: int) -> None:
-        """A pass over `tokens` tokens begins; `generates` if it wants neither gradients nor a loss."""
-        self._tokens = tokens if generates else 0
+    def hold(self, layers: int) -> None:
+        """From now on so many layers, whatever a budget leaves: for measurements, and tests of the order."""
+        self._held = True
+        self._residency.places = layers
+        self._residency.shrink()
+
+    def begin(self, *, trains: bool, generates: bool, tokens: int) -> None:
+        """A pass begins.
+
+        Args:
+            generates: it wants neither gradients nor a loss.
+            tokens: that are in a layer at once.
+        """
         mapped = self._budget.nbytes is None and self._residency.only_mapped
         if self.head is not None and self._on_cpu:
             self.head.stays = generates and mapped
+        if self._held:
+            return
         if mapped:
             self._keep_mapped(generates)
-        elif generates:
-            self._for_generating()
-        elif not self._settled and self._residency.has_run_backward and (self._on_cpu or self._measures):
-            self._settled = True
-            self._take(self._working_nbytes)
+        elif self._on_cpu:  # the budget is for weights alone, and there is nothing to measure
+            self._take(self._budget.window_nbytes, trains=trains)
+        elif self._can_measure:
+            self._begin_measured(self._training if trains else self._other, tokens)
+
+    def _begin_measured(self, kind: _Measured, tokens: int) -> None:
+        self._note_peak()  # an optimizer's step comes after the last visit
+        if tokens > kind.tokens:
+            kind.tokens, kind.nbytes = tokens, 0
+            self._measuring = kind
+            self._back_to_the_fewest()
+            self._peak_nbytes = self.peak_nbytes()
+            torch.accelerator.reset_peak_memory_stats(self._residency.device)
+        else:
+            self._measuring = None
+            now_nbytes = self._beside(torch.accelerator.memory_allocated(self._residency.device))
+            self._take(max(kind.nbytes, now_nbytes), trains=kind is self._training)
 
     def after_visit(self) -> None:
         """Note the peak of a visit that is over, while its kind of pass is being measured."""
-        if not self._measures:
-            return
-        if self._tokens > self._largest_pass:
-            self._generating_nbytes = max(self._generating_nbytes, self._beside(self._peak()))
-        elif not self._tokens and not self._settled:
-            self._working_nbytes = max(self._working_nbytes, self._beside(self._peak()))
+        self._note_peak()
 
     def end(self) -> None:
-        """The pass is over."""
-        self._largest_pass = max(self._largest_pass, self._tokens)
-        self._tokens = 0
+        """The pass is over, but for its backward pass."""
+        if self._measuring is self._other:
+            self._note_peak()
+            self._measuring = None
         if self.give_back is not None:
             self.give_back()
 
     def peak_nbytes(self) -> int:
         """The most that was ever allocated on the accelerator."""
-        return max(self._peak_nbytes, self._peak()) if self._measures else 0
+        return max(self._peak_nbytes, self._peak()) if self._can_measure else 0
+
+    def _note_peak(self) -> None:
+        if self._measuring is not None:
+            self._measuring.nbytes = max(self._measuring.nbytes, self._beside(self._peak()))
 
     def _keep_mapped(self, generates: bool) -> None:
         room_nbytes = int(_SHARE_OF_AVAILABLE * available_memory_nbytes()) if generates else 0
@@ -100,38 +138,35 @@ class Places:
             held = min(self._window.count, room_nbytes // self._window.expert_nbytes)
             self._window.places = max(self._fewest_experts, held)
 
-    def _for_generating(self) -> None:
-        if self._on_cpu:
-            self._take(self._working_nbytes)
-        elif not self._measures:
-            return
-        elif self._tokens > self._largest_pass:
-            self._back_to_the_fewest()
-            self._peak_nbytes = self.peak_nbytes()
-            torch.accelerator.reset_peak_memory_stats(self._residency.device)
-            self._generating_nbytes = 0
-        else:
-            now = torch.accelerator.memory_allocated(self._residency.device)
-            self._take(max(self._generating_nbytes, self._beside(now)))
-
     def _back_to_the_fewest(self) -> None:
         if self.head is not None:
             self.head.stays = False
-        self._residency.places = self._fewest
+        self._set(self._fewest, self._fewest_experts)
+
+    def _take(self, working_nbytes: int, *, trains: bool) -> None:
+        """Everything that the budget leaves when a pass takes `working_nbytes` besides weights."""
+        left_nbytes = self._budget.left(working_nbytes)
+        experts, expert_nbytes = 0, 1
+        if self._window is not None:
+            expert_nbytes = max(1, self._window.expert_nbytes)
+            if trains:
+                beyond_nbytes = left_nbytes - self._fewest * self._residency.layer_nbytes
+                most = max(0, self._window.layer_count - self._fewest_experts)
+                experts = max(0, min(most, beyond_nbytes // expert_nbytes))
+                left_nbytes -= experts * expert_nbytes
+        layers = self._budget.settled(left_nbytes)
+        left_nbytes = max(0, left_nbytes - self._residency.count * self._residency.layer_nbytes)
+        if self.head is not None and not self._on_cpu:
+            self.head.stays = left_nbytes >= self.head.nbytes
+            left_nbytes -= self.head.nbytes if self.head.stays else 0
+        self._set(layers, self._fewest_experts + experts + left_nbytes // expert_nbytes)
+
+    def _set(self, layers: int, experts: int) -> None:
+        self._residency.places = layers
         self._residency.shrink()
         if self._window is not None:
-            self._window.places = self._fewest_experts
+            self._window.places = experts
             self._window.shrink()
-
-    def _take(self, working_nbytes: int) -> None:
-        """Everything that the budget leaves when a pass takes `working_nbytes` besides weights."""
-        self._residency.places = self._budget.settled(working_nbytes)
-        spare_nbytes = self._budget.spare(working_nbytes)
-        if self.head is not None and not self._on_cpu:
-            self.head.stays = spare_nbytes >= self.head.nbytes
-            spare_nbytes -= self.head.nbytes if self.head.stays else 0
-        if self._window is not None:
-            self._window.places = self._fewest_experts + spare_nbytes // max(1, self._window.expert_nbytes)
 
     def _beside(self, allocated_nbytes: int) -> int:
         """What is not held by places; the fewest experts count as working memory."""

@@ -188,8 +188,11 @@ class Stream:
         trains = self._trains()
         self._passes[-1] = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, trains)
         generates = not trains and given.get("labels") is None
-        self.places.begin(generates=generates, tokens=_tokens(given.get("input_ids"), batch))
         caches = [value for value in given.values() if isinstance(value, Cache)]
+        whole = generates and given.get("use_cache") is not False
+        rows = None if whole else self.micro_batch_size
+        tokens = _tokens_at_once(given.get("input_ids"), batch, rows)
+        self.places.begin(trains=trains, generates=generates, tokens=tokens)
         # Some models keep their state on themselves rather than in a cache object; and whoever wants a loss
         # wants no cache, which would keep the batch from being split.
         wants_loss = given.get("labels") is not None and not caches
@@ -214,11 +217,11 @@ class Stream:
         self.places.end()
 
 
-def _tokens(ids_BS: object, embedded_BSD: object) -> int:
-    """Tokens of a batch, given as ids or as embeddings."""
+def _tokens_at_once(ids_BS: object, embedded_BSD: object, rows: int | None) -> int:
+    """Tokens of the first `rows` rows of a batch, given as ids or as embeddings."""
     if isinstance(ids_BS, torch.Tensor):
-        return ids_BS.numel()
-    return embedded_BSD[..., 0].numel() if isinstance(embedded_BSD, torch.Tensor) else 0
+        return ids_BS[:rows].numel()
+    return embedded_BSD[:rows, ..., 0].numel() if isinstance(embedded_BSD, torch.Tensor) else 0
 
 
 def _without_cache(value: Any) -> Any:

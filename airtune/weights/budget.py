@@ -62,25 +62,22 @@ class SlotBudget:
         # A second slot only where a third would fit as well: the work of the step is not known yet.
         return min(2 if self.nbytes >= beside + 3 * self.slot_nbytes else 1, self.count)
 
-    def settled(self, working_nbytes: int) -> int:
-        """Slots once a step was seen to take `working_nbytes` besides its slots; at least one."""
-        if self.nbytes is None or self.slot_nbytes == 0:
-            return self.first()
-        return max(1, min(self.count, self._left(working_nbytes) // self.slot_nbytes))
+    def left(self, working_nbytes: int) -> int:
+        """What slots may take once a pass was seen to take `working_nbytes` besides them; at least one."""
+        if self.nbytes is None:
+            return self.first() * self.slot_nbytes
+        # The first step's peak comes before Adam's moments are there: half of what is fixed.
+        left = self.nbytes - int(working_nbytes * _WORKING_MARGIN) - self.fixed_nbytes // 2
+        return max(self.slot_nbytes, left)
+
+    def settled(self, nbytes: int) -> int:
+        """Slots in `nbytes` of memory for them; at least one."""
+        if self.slot_nbytes == 0:
+            return self.count
+        return max(1, min(self.count, nbytes // self.slot_nbytes))
 
     def mapped(self, room_nbytes: int) -> int:
         """Layers that may stay mapped in `room_nbytes` of memory; no fewer than in the first step."""
         if self.slot_nbytes == 0:
             return self.count
-        return max(self.first(), min(self.count, room_nbytes // self.slot_nbytes))
-
-    def spare(self, working_nbytes: int) -> int:
-        """Bytes that are left for further experts once every layer has its slot."""
-        if self.nbytes is None:
-            return 0
-        return max(0, self._left(working_nbytes) - self.count * self.slot_nbytes)
-
-    def _left(self, working_nbytes: int) -> int:
-        assert self.nbytes is not None
-        # The first step's peak comes before Adam's moments are there: half of what is fixed.
-        return self.nbytes - int(working_nbytes * _WORKING_MARGIN) - self.fixed_nbytes // 2
+        return max(self.first(), self.settled(room_nbytes))

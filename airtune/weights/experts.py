@@ -101,6 +101,14 @@ class ExpertWindow:
         return len(self._images)
 
     @property
+    def layer_count(self) -> int:
+        """Experts of one layer, in the layer that has most."""
+        counts: Counter[int] = Counter()
+        for group in self._groups:
+            counts[group.layer] += group.count
+        return max(counts.values())
+
+    @property
     def layer_nbytes(self) -> int:
         """What the experts of one layer take on the host, in the layer where that is most."""
         nbytes: Counter[int] = Counter()
@@ -133,10 +141,11 @@ class ExpertWindow:
         found = self._groups[group]
         first = self._images.first(group)
         if found.apart:
+            likes = [_like(plan) for plan in found.apart[0].values()]
             return {
-                name: LazyTensor(_OfExpert(self, first + e, name, _like(plan)))
+                name: LazyTensor(_OfExpert(self, first + e, name, like))
                 for e, plans in enumerate(found.apart)
-                for name, plan in plans.items()
+                for name, like in zip(plans, likes, strict=True)
             }
         return {name: LazyTensor(_Stack(self, first, name, plan)) for name, plan in found.stacks.items()}
 

@@ -100,7 +100,6 @@ class Residency:
         places: layers that may be on the device at once: 1, or 2 to overlap reading with compute, or more
             to keep some.
         layer_nbytes: what the largest layer takes.
-        has_run_backward: whether any layer was visited backward yet.
 
     Args:
         model: on meta where it is streamed; transformers' converters ask it for shapes.
@@ -124,7 +123,6 @@ class Residency:
         poison: bool = False,
     ) -> None:
         self.device, self.places = device, 2
-        self.has_run_backward = False
         self.counters = counters
         self._images = [layer.image for layer in layers]
         self._bindings = [[Binding.find(model, name) for name in layer.names()] for layer in layers]
@@ -171,7 +169,6 @@ class Residency:
             if self._closed:
                 raise RuntimeError("the stream of this model is closed: its layers have no weights any more")
             self._route.arrive(Stop(index, direction))
-            self.has_run_backward |= direction == "backward"
             self.counters.visits += 1
             self._active[index] += 1
         try:
@@ -193,6 +190,10 @@ class Residency:
                 self._active[index] -= 1
                 if not self._active[index]:
                     self._take_off(index)
+
+    @property
+    def count(self) -> int:
+        return len(self._images)
 
     @property
     def only_mapped(self) -> bool:

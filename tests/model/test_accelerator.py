@@ -18,20 +18,17 @@ import airtune
 from airtune.model import assembly
 from tests import zoo
 from tests.sim import Simulator
-from tests.twins import adapter, gradients, lora, ragged_batch, relative_error, resident, split_by_rows
+from tests.twins import adapter, gradients, ragged_batch, relative_error, resident, split_by_rows, streamed
 
 
-def on_accelerator(name: str, folder: Path, *, dropout: float = 0.0, **options: Any) -> PeftModel:
-    config = lora(zoo.model_class(name).from_pretrained(folder), name, dropout=dropout)
-    torch.manual_seed(0)
-    loaded = airtune.load(folder, lora=config, device="sim", poison=True, dtype=torch.float32, **options)
-    return cast(PeftModel, loaded)
+def on_accelerator(name: str, folder: Path, **options: Any) -> PeftModel:
+    return streamed(name, folder, device="sim", poison=True, **options)
 
 
 def keep_places(model: PeftModel, places: int) -> None:
     """Let the budget not change the number of places after the first step."""
     stream = airtune.stream_of(model)
-    stream._residency.places, stream.places._settled = places, True
+    stream.places.hold(places)
 
 
 def three_steps(model: PeftModel, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -45,8 +45,7 @@ def peak_nbytes(sim: Simulator, folder: Path, rows: int) -> int:
     gc.collect()
     before = sim.now()
     model = airtune.load(folder, lora=lora(), device="sim", micro_batch_size=1).train()
-    airtune.stream_of(model)._residency.places = PLACES
-    airtune.stream_of(model).places._settled = True
+    airtune.stream_of(model).places.hold(PLACES)
     optimizer = torch.optim.AdamW(adapter(model).values(), foreach=False)
     input_ids = torch.arange(rows * S).reshape(rows, S) % VOCAB
     for _ in range(2):

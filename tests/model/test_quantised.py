@@ -18,7 +18,7 @@ from airtune.weights.checkpoint import Checkpoint, CheckpointError
 from airtune.weights.lazy import LazyTensor
 from tests import packed, zoo
 from tests.sim import Simulator
-from tests.twins import adapter, gradients, ragged_batch, relative_error
+from tests.twins import adapter, gradients, ragged_batch, relative_error, streamed
 
 # transformers says that a config given to `from_pretrained` meets the one in config.json.
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
@@ -108,7 +108,7 @@ def unread_nbytes(folder: Path) -> int:
 def test_a_step_reads_packed_bytes(options: dict[str, Any], sim: Simulator, tmp_path: Path) -> None:
     """The same layers as without packing, and of these what is packed."""
     plain = zoo.make("llama", tmp_path / "plain")
-    dense = read_in_a_step(packed.load("llama", plain, **options))
+    dense = read_in_a_step(streamed("llama", plain, **options))
     layers = Fraction(dense, layers_nbytes(plain))
     assert layers >= 1
     for scheme in ("fp8", "int4", "mxfp4"):
@@ -138,7 +138,7 @@ def test_few_decoded_weights_at_a_time(sim: Simulator, tmp_path: Path) -> None:
 
     def peak(model: PeftModel) -> int:
         stream = airtune.stream_of(model)
-        stream._residency.places, stream.places._settled = 2, True
+        stream.places.hold(2)
         model.train()(**ragged_batch(1, 4)).loss.backward()
         gc.collect()
         sim.reset_peak()
@@ -149,7 +149,7 @@ def test_few_decoded_weights_at_a_time(sim: Simulator, tmp_path: Path) -> None:
     plain, folder = zoo.make("llama", tmp_path / "plain"), packed.make("int4", tmp_path / "packed")
     gc.collect()
     start = sim.now()
-    dense = peak(packed.load("llama", plain, device="sim"))
+    dense = peak(streamed("llama", plain, device="sim"))
     saved = 2 * (layers_nbytes(plain) - layers_nbytes(folder)) // 4
     largest = 128 * 64 * 4
     gc.collect()

@@ -9,7 +9,7 @@ from airtune.weights.budget import SlotBudget
 
 def test_without_a_limit_two_layers_at_a_time() -> None:
     budget = SlotBudget(count=8, slot_nbytes=100, nbytes=None)
-    assert budget.first() == budget.settled(10**9) == 2
+    assert budget.first() == budget.settled(budget.left(10**9)) == 2
     assert SlotBudget(count=1, slot_nbytes=100, nbytes=None).first() == 1
 
 
@@ -26,9 +26,10 @@ def test_too_little_says_what_is_needed_and_why() -> None:
 
 def test_what_a_step_leaves_becomes_slots() -> None:
     budget = SlotBudget(count=8, slot_nbytes=100, nbytes=1000, fixed_nbytes=40)
-    assert budget.settled(working_nbytes=200) == (1000 - 220 - 20) // 100
-    assert budget.settled(working_nbytes=2000) == 1, "one is always needed"
-    assert SlotBudget(count=3, slot_nbytes=100, nbytes=10**6).settled(0) == 3, "never more than layers"
+    assert budget.left(working_nbytes=200) == 1000 - 220 - 20
+    assert budget.settled(760) == 7
+    assert budget.settled(budget.left(working_nbytes=2000)) == 1, "one is always needed"
+    assert budget.settled(10**6) == 8, "never more than layers"
 
 
 def test_a_layer_without_bytes_of_its_own() -> None:

@@ -1,0 +1,95 @@
+"""A budget holds whatever kinds of passes follow one another, and what it leaves goes where it saves most."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+import airtune
+from airtune.model import assembly
+from tests import zoo
+from tests.sim import Simulator
+from tests.twins import lora
+
+BUDGET_NBYTES = 2_000_000
+LAYERS = 4
+
+
+def load(name: str, folder: Path, budget_nbytes: int) -> tuple[torch.nn.Module, airtune.Stream]:
+    config = lora(name)
+    gc.collect()  # models of other tests
+    model = airtune.load(
+        folder,
+        lora=config,
+        device="sim",
+        device_memory=budget_nbytes,
+        dtype=torch.float32,
+        micro_batch_size=1,
+    )
+    return model, airtune.stream_of(model)
+
+
+def step(model: torch.nn.Module, length: int) -> None:
+    ids_BS = zoo.random_ids(2, length)
+    model.train()(input_ids=ids_BS, labels=ids_BS).loss.backward()
+
+
+@pytest.mark.parametrize("budget_nbytes", [1_100_000, 1_300_000, BUDGET_NBYTES])
+def test_training_after_generation(sim: Simulator, tmp_path: Path, budget_nbytes: int) -> None:
+    """What generation filled is given back, and is not taken for what training needs."""
+    folder = zoo.make("llama", tmp_path)
+    places = []
+    for generates in (False, True):
+        gc.collect()
+        sim.reset_peak()
+        start = sim.now()
+        model, stream = load("llama", folder, budget_nbytes)
+        for _ in range(2 * generates):
+            model.eval().generate(input_ids=zoo.random_ids(1, 8), max_new_tokens=3, pad_token_id=0)
+        for _ in range(3):
+            step(model, 32)
+        places.append(stream._residency.places)
+        assert sim.peak() - start <= budget_nbytes
+        stream.close()
+        del model, stream
+    assert places[0] == places[1]
+
+
+def test_evaluation_before_any_training_uses_the_budget(sim: Simulator, tmp_path: Path) -> None:
+    model, stream = load("llama", zoo.make("llama", tmp_path), BUDGET_NBYTES)
+    ids_BS = zoo.random_ids(2, 32)
+    with torch.no_grad():
+        for _ in range(3):
+            before = stream.counters()["bytes_read"]
+            model.eval()(input_ids=ids_BS, labels=ids_BS)
+    assert stream.counters()["bytes_read"] == before
+
+
+@pytest.mark.parametrize("budget_nbytes", [1_300_000, BUDGET_NBYTES])
+def test_longer_rows_are_measured_anew(sim: Simulator, tmp_path: Path, budget_nbytes: int) -> None:
+    """Layers stay while rows are short; they give way when rows come that need their room."""
+    folder = zoo.make("llama", tmp_path)
+    sim.reset_peak()
+    start = sim.now()
+    model, stream = load("llama", folder, budget_nbytes)
+    places = []
+    for length in (4, 4, 48, 48, 4, 48):
+        step(model, length)
+        places.append(stream._residency.places)
+    assert places[1] > 2 >= places[2]
+    assert sim.peak() - start <= budget_nbytes
+
+
+def test_in_training_experts_come_before_further_layers(
+    sim: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "WINDOW_NBYTES", 1)
+    model, stream = load("mixtral", zoo.make("mixtral", tmp_path), 1_500_000)
+    window = stream._window
+    assert window is not None and window.places == 2
+    for _ in range(2):
+        step(model, 16)
+    assert window.places >= window.layer_count > 2
