@@ -115,13 +115,15 @@ class Bench:
         return 0 if self.on_host else torch.accelerator.max_memory_allocated(self.device)
 
     @contextmanager
-    def streamed(self, folder: Path, places: str, **options: Any) -> Iterator[tuple[PeftModel, Stream]]:
-        """`places`: "two", or "all" to keep every layer where it computes."""
-        if places == "all":
-            options["host_memory" if self.on_host else "device_memory"] = EVERYTHING
+    def streamed(
+        self, folder: Path, places: int | None, **options: Any
+    ) -> Iterator[tuple[PeftModel, Stream]]:
+        """`places`: for layers; None for what a budget among the options leaves."""
         size = self.sizes.micro_batch_size
         model = streamed_model(folder, RANK, device=self.device, micro_batch_size=size, **options)
         stream = stream_of(model)
+        if places is not None:
+            stream.places.hold(places)
         try:
             yield model, stream
         finally:
@@ -149,7 +151,7 @@ class Bench:
         rows = []
         for dtype in (torch.float32, torch.bfloat16):
             resident = truth if dtype == torch.float32 else self._gradients_resident(folder, dtype)
-            with self.streamed(folder, "two", dtype=dtype) as (model, _):
+            with self.streamed(folder, 2, dtype=dtype) as (model, _):
                 streamed = self._gradients(model, "cpu")
             rows.append(
                 {
@@ -183,7 +185,7 @@ class Bench:
 
     def memory(self, folder: Path) -> list[Row]:
         rows, largest = [], 0
-        with self.streamed(folder, "two") as (model, stream):
+        with self.streamed(folder, 2) as (model, stream):
             for batch_rows in self.sizes.rows:
                 self.reset_peak()
                 self.train(model, batch_rows, 2)
@@ -192,7 +194,7 @@ class Bench:
         if self.on_host:
             return rows
         budget = largest * 3 // 2
-        with self.streamed(folder, "two", device_memory=budget) as (model, stream):
+        with self.streamed(folder, None, device_memory=budget) as (model, stream):
             self.reset_peak()
             self.train(model, self.sizes.rows[-1], 3)
             rows.append(self._memory_row(f"{budget / 1e6:.0f} MB", self.sizes.rows[-1], model, stream))
@@ -215,14 +217,15 @@ class Bench:
         steps: dict[str, dict[int, float]] = {}
         copies: dict[str, float] = {}
         ram = {} if self.on_host else {"host_memory": EVERYTHING}
+        everything = {"host_memory" if self.on_host else "device_memory": EVERYTHING}
         for name, places, options in (
-            ("from files", "two", {}),
-            ("from host memory", "two", ram),
-            ("all on the device", "all", {}),
+            ("from files", 2, {}),
+            ("from host memory", 2, ram),
+            ("all on the device", None, everything),
         ):
             with self.streamed(folder, places, **options) as (model, stream):
                 self.train(model, self.sizes.rows[0], 2)  # caches fill, and the order of visits is learned
-                if places == "two":
+                if places is not None:
                     copies[name] = min(self.visit_all(stream, self.sizes.layers) for _ in range(2))
                 steps[name] = {
                     rows: min(self.train(model, rows, self.sizes.steps)) for rows in self.sizes.rows

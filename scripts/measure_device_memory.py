@@ -348,7 +348,7 @@ def measure(sim: Simulator, folder: Path, asked: argparse.Namespace) -> None:
     write_sparse(folder, shapes.config(asked.layers, tiny=asked.tiny))
     model = streamed_model(folder, asked.rank, device="sim", micro_batch_size=asked.micro_batch_size)
     stream = stream_of(model)
-    stream._residency.places = asked.places
+    stream.places.hold(asked.places)
     state = _nbytes(trained(model))
     sys.stdout.write(
         f"{asked.layers} layers of at most {stream._residency.layer_nbytes / 1e6:.1f} MB, "

@@ -51,9 +51,9 @@ class Binding:
     placeholder: torch.Tensor
 
     @classmethod
-    def find(cls, model: nn.Module, name: str) -> Binding:
+    def find(cls, modules: Mapping[str, nn.Module], name: str) -> Binding:
         path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
+        owner = modules[path]
         if leaf in owner._parameters:
             parameter = owner._parameters[leaf]
             assert parameter is not None and parameter.is_meta
@@ -102,7 +102,7 @@ class Residency:
         layer_nbytes: what the largest layer takes.
 
     Args:
-        model: on meta where it is streamed; transformers' converters ask it for shapes.
+        model: on meta where it is streamed.
         layers: in the order that a forward pass visits them.
         device: where layers compute.
         counters: to add to.
@@ -125,12 +125,14 @@ class Residency:
         self.device, self.places = device, 2
         self.counters = counters
         self._images = [layer.image for layer in layers]
-        self._bindings = [[Binding.find(model, name) for name in layer.names()] for layer in layers]
+        # Of experts there are hundreds of thousands; and a module may be known by two names.
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._bindings = [[Binding.find(modules, name) for name in layer.names()] for layer in layers]
         for bindings in self._bindings:
             for binding in bindings:
                 binding.put(binding.placeholder)
         self._lazy = [
-            [(Binding.find(model, name), tensor) for name, tensor in layer.lazy.items()] for layer in layers
+            [(Binding.find(modules, name), tensor) for name, tensor in layer.lazy.items()] for layer in layers
         ]
         for lazies in self._lazy:
             for binding, _ in lazies:

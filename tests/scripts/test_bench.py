@@ -62,9 +62,11 @@ def test_overlap(run: Run, tmp_path: Path) -> None:
     ]
 
 
-def test_gpu_on_the_cpu(run: Run, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("sim")
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_gpu_elsewhere(run: Run, tmp_path: Path, device: str) -> None:
     figures = tmp_path / "figures.json"
-    run("bench_gpu", "--device", "cpu", "--tiny", "--json", figures)
+    run("bench_gpu", "--device", device, "--tiny", "--json", figures)
     tables = json.loads(figures.read_text())
     assert tables.keys() == {"correct", "memory", "overlap", "speed"}
     exact, rounded = tables["correct"]
