@@ -136,7 +136,7 @@ class LazyTensor(torch.Tensor):
         if func not in (aten.select.int, aten.slice.Tensor) or not rest or rest[0] != 0:
             return None
         if func is aten.select.int:
-            index = int(rest[1]) % self.shape[0]
+            index = range(self.shape[0])[int(rest[1])]
             if (part := self._source.part(index)) is not None:
                 return LazyTensor(part)
             row = self._source.span(index, index + 1)

@@ -75,6 +75,11 @@ def test_an_expert_is_brought_alone(index: int | Tensor) -> None:
     assert reads == [f"part {int(index) % 3}"]
 
 
+def test_there_is_no_expert_beyond_the_last() -> None:
+    with pytest.raises(IndexError):
+        lazy(torch.randn(3, 4, 2))[0].select(0, 3)
+
+
 def test_all_of_a_stack_is_brought_where_code_computes_with_all_of_it() -> None:
     weight, x = torch.randn(3, 4, 5), torch.randn(3, 2, 4)
     got, reads = lazy(weight)
