@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -107,7 +108,7 @@ class Places:
             torch.accelerator.reset_peak_memory_stats(self._residency.device)
         else:
             self._measuring = None
-            now_nbytes = self._beside(torch.accelerator.memory_allocated(self._residency.device))
+            now_nbytes = self._beside(_in_use_nbytes(self._residency.device, "current"))
             self._take(max(kind.nbytes, now_nbytes), trains=kind is self._training)
 
     def after_visit(self) -> None:
@@ -123,7 +124,7 @@ class Places:
             self.give_back()
 
     def peak_nbytes(self) -> int:
-        """The most that was ever allocated on the accelerator."""
+        """The most that was ever in use on the accelerator."""
         return max(self._peak_nbytes, self._peak()) if self._can_measure else 0
 
     def _note_peak(self) -> None:
@@ -178,7 +179,13 @@ class Places:
         return allocated_nbytes - self._residency.held_nbytes - experts_nbytes - head_nbytes
 
     def _peak(self) -> int:
-        return torch.accelerator.max_memory_allocated(self._residency.device)
+        return _in_use_nbytes(self._residency.device, "peak")
+
+
+def _in_use_nbytes(device: torch.device, when: Literal["current", "peak"]) -> int:
+    """What is allocated on the device, and what was freed while another stream has yet to be done with it."""
+    nbytes: int = torch.accelerator.memory_stats(device).get(f"active_bytes.all.{when}", 0)
+    return nbytes
 
 
 def _has_statistics(device: torch.device) -> bool:
@@ -186,7 +193,7 @@ def _has_statistics(device: torch.device) -> bool:
     stay on the fewest places.
     """
     try:
-        torch.accelerator.max_memory_allocated(device)
+        _in_use_nbytes(device, "current")
     except RuntimeError:
         logger.info("%s does not tell what is allocated on it: no more layers stay there than must", device)
         return False

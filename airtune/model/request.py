@@ -54,6 +54,7 @@ def choose_place(
         None if size is None else parse_bytes(size) for size in (device_memory, host_memory)
     )
     if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen)  # streams are used from this thread too (weights.workers)
         free_nbytes = _free_nbytes(chosen) if device_nbytes is None else device_nbytes
         return Place(chosen, free_nbytes, host_nbytes)
     if device_memory is not None:
@@ -123,7 +124,7 @@ def choose_attention(implementation: object) -> str | None:
 def _device(asked: str | torch.device) -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(asked, str) and asked == "auto":
-        return torch.device("cpu") if found is None else torch.device(found.type)
+        return torch.device("cpu") if found is None else _indexed(found)
     count = 0 if found is None else torch.accelerator.device_count()
     there = ["cpu"] + ([found.type] if found else []) + [f"{found.type}:{i}" for i in range(count) if found]
     try:
@@ -132,7 +133,16 @@ def _device(asked: str | torch.device) -> torch.device:
         device = None  # torch's message lists thirty kinds that are not here
     if device is None or str(device) not in [*there, "cpu:0"]:
         raise ValueError(f'device must be "auto" or one of {there} on this machine, got {_described(asked)}')
-    return device
+    return device if device.type == "cpu" else _indexed(device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its index, which is the current one's where none was given: other threads have another
+    current device.
+    """
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _described(value: object) -> str:

@@ -26,6 +26,7 @@ from airtune.model.places import Places
 from airtune.model.recording import TransformersRecording
 from airtune.weights.budget import SlotBudget
 from airtune.weights.experts import ExpertWindow
+from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.residency import Residency
 
 __all__ = ["MicroBatchError", "Stream", "Visit", "stream_of"]
@@ -66,7 +67,7 @@ class Stream:
         budget: SlotBudget,
     ) -> None:
         self.observers: list[Callable[[Visit], None]] = []
-        self._model, self._residency, self._window, self._budget = model, residency, window, budget
+        self._model, self._residency, self._window = model, residency, window
         self.places = Places(residency, window, budget)
         self._passes: list[_Pass] = []  # one in another, where something calls the model from within it
         self._signature = inspect.signature(type(model).forward)
@@ -121,6 +122,26 @@ class Stream:
         if self.device.type != "cpu":
             counted["peak_device_bytes"] = self.places.peak_nbytes()
         return counted
+
+    def check_room(self, rows: int, length: int) -> int:
+        """Bytes of host memory in which the hidden states of a training step wait for backward: one for each
+        layer; more where layers hand on more than that.
+
+        Args:
+            rows, length: of the largest step; the length in tokens.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        width: int = self._model.config.get_text_config().hidden_size
+        nbytes = rows * length * len(self._layers) * width * self._model.dtype.itemsize
+        if nbytes > (available_nbytes := available_memory_nbytes()):
+            raise ValueError(
+                f"a step of {rows} rows of {length} tokens leaves {nbytes / 1e9:.1f} GB of hidden states in "
+                f"host memory until backward, and {available_nbytes / 1e9:.1f} GB are available: lower "
+                "trainer.per_device_train_batch_size or data.max_length"
+            )
+        return nbytes
 
     @contextmanager
     def rows_run_otherwise(

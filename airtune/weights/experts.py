@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,7 @@ from airtune.weights.layout import TensorPlan
 from airtune.weights.lazy import LazyTensor, WeightSource
 from airtune.weights.reader import ByteReader
 from airtune.weights.transport import Slot, Transport
+from airtune.weights.workers import workers
 
 # One expert computes and one is on its way.
 LEAST_PLACES = 2
@@ -85,7 +86,7 @@ class ExpertWindow:
             part_nbytes=self._slot_nbytes,
         )
         threads = max(1, min(_THREADS, IN_FLIGHT_NBYTES // max(1, self.expert_nbytes)))
-        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="airtune-experts")
+        self._workers = workers(threads, "airtune-experts", device)
         self._present: OrderedDict[int, Slot] = OrderedDict()  # the one used longest ago comes first
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
         self._filling: dict[int, Future[tuple[int, int]]] = {}
@@ -225,9 +226,8 @@ class ExpertWindow:
                     return False
                 slot = self._transport.slot(self._slot_nbytes)  # products of several experts at once
             image = self._images[index]
-            mapped = [view_stored(plan, self._files) for plan in image.mapped]
-            tensors = mapped + [region.view(slot.buffer) for region in image.packed]
-            self._tensors[index] = dict(zip(self._images.names(index), tensors, strict=True))
+            mapped = {plan.name: view_stored(plan, self._files) for plan in image.mapped}
+            self._tensors[index] = mapped | {r.plan.name: r.view(slot.buffer) for r in image.packed}
         self._filling[index] = self._workers.submit(self._transport.fill, index, slot)
         self._present[index] = slot
         self._counters.expert_loads += 1

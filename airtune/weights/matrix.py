@@ -9,7 +9,7 @@ mapped file, whose pages a thread brings in ahead of the use and gives back afte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
 from airtune.weights.pinned import host_buffer, owned_by
 from airtune.weights.reader import ByteRange, ByteReader
+from airtune.weights.workers import workers
 
 CHUNK_NBYTES = 32 * 2**20
 # On the CPU nothing travels, so small chunks cost nothing; two of them are mapped while the last layer's
@@ -137,7 +138,7 @@ class ChunkedMatrix:
         step = max(1, min(self.rows, chunk_nbytes // (self.columns * dtype.itemsize)))
         self._spans = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
         self._pipe = None if on_cpu else _Pipe(rows, (step, self.columns), dtype, device)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-head") if on_cpu else None
+        self._worker = workers(1, "airtune-head", device) if on_cpu else None
         self._bringing: dict[tuple[int, int], Future[None]] = {}
 
     @property
@@ -216,7 +217,7 @@ class _Pipe:
         self._stream = torch.Stream(device=device)
         self._hosts = [host_buffer(shape, dtype) for _ in range(2)]
         self._copied: list[torch.Event | None] = [None, None]
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-head")
+        self._worker = workers(1, "airtune-head", device)
         self._begun: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
     def start(self, span: tuple[int, int]) -> None:

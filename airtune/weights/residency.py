@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,6 +38,7 @@ from airtune.weights.layout import TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.schedule import Direction, Route, Stop
 from airtune.weights.transport import Slot, Transport
+from airtune.weights.workers import workers
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Residency:
         self._transport = Transport(
             self._images, reader, files, device=device, cache_nbytes=cache_nbytes, poison=poison
         )
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="airtune-weights")
+        self._worker = workers(1, "airtune-weights", device)
         self._filling: dict[int, Future[tuple[int, int]]] = {}
         self._fills = itertools.count(1)
         # Autograd may start on another graph while a layer's backward is under way: visits can be nested. And
