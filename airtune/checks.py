@@ -16,10 +16,10 @@ from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from airtune.groups import Keys
+from airtune.unsupported import ISOLATION
 
 T = TypeVar("T")
 MISSING = "???"
-ISOLATION = "rows would see one another; raise per_device_train_batch_size instead"
 
 
 class ConfigError(ValueError):
@@ -89,7 +89,7 @@ def _value_at(config: object, key: str) -> object:
 def _inspect(cls: type, mapping: Mapping[str, object], prefix: str = "") -> tuple[list[str], list[str]]:
     """(a line for each unknown key or wrong type, the paths of missing values)."""
     hints = get_type_hints(cls)
-    problems = [_unknown_key(key, hints, prefix) for key in mapping if key not in hints]
+    problems = [_unknown_key(key, hints, prefix, mapping) for key in mapping if key not in hints]
     missing: list[str] = []
     for name, hint in hints.items():
         path, value = prefix + name, mapping.get(name, MISSING)
@@ -103,9 +103,12 @@ def _inspect(cls: type, mapping: Mapping[str, object], prefix: str = "") -> tupl
     return problems, missing
 
 
-def _unknown_key(key: str, known: Iterable[str], prefix: str) -> str:
+def _unknown_key(key: str, known: Iterable[str], prefix: str, siblings: Mapping[str, object]) -> str:
     if prefix + key == "data.packing":
         return f"data.packing cannot be used with streaming: {ISOLATION}"
+    for group, keys in siblings.items():
+        if isinstance(keys, Mapping) and key in keys:
+            return f"unknown key {prefix + key!r}; did you mean {f'{prefix}{group}.{key}'!r}?"
     return unknown(key, known, prefix=prefix)
 
 
@@ -135,11 +138,9 @@ def _widened(value: object, hint: object) -> object:
 def type_problem(path: str, value: object, hint: object) -> list[str]:
     """A line when `value` is no `hint`, else none."""
     choices = _members(hint)
-    if any(_fits(value, choice) for choice in choices) and not _outside_enum(value, choices):
+    if any(_fits(value, choice) for choice in choices):
         return []
-    expected = " or ".join(
-        dict.fromkeys(_described(choice) for choice in choices if not _shadowed(choice, choices))
-    )
+    expected = " or ".join(dict.fromkeys(map(_described, choices)))
     words = [str(word) for choice in choices for word in _words(choice)]
     close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
     hint_text = f"; did you mean {close[0]!r}?" if close else ""
@@ -149,7 +150,10 @@ def type_problem(path: str, value: object, hint: object) -> list[str]:
 
 
 def _members(hint: object) -> tuple[object, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if any(map(_is_enum, choices)):  # `SchedulerType | str` means the words of the enumeration, not any text
+        return tuple(choice for choice in choices if choice is not str)
+    return choices
 
 
 def _fits(value: object, hint: object) -> bool:
@@ -157,8 +161,8 @@ def _fits(value: object, hint: object) -> bool:
     origin = get_origin(hint) or hint
     if hint is Any or hint is object:
         return True
-    if origin is Literal:
-        return value in get_args(hint)
+    if origin is Literal or _is_enum(hint):
+        return value in _words(hint)
     if origin is list:
         return isinstance(value, list) and all(_item_fits(item, hint) for item in value)
     if origin is dict and get_args(hint):
@@ -170,8 +174,6 @@ def _fits(value: object, hint: object) -> bool:
         return hint is bool
     if hint is float:
         return isinstance(value, int | float)
-    if isinstance(origin, type) and issubclass(origin, Enum):
-        return value in [member.value for member in origin]
     return isinstance(origin, type) and isinstance(value, origin)
 
 
@@ -180,29 +182,14 @@ def _item_fits(item: object, list_hint: object) -> bool:
     return not item_hints or any(_fits(item, choice) for choice in _members(item_hints[0]))
 
 
-def _outside_enum(value: object, choices: tuple[object, ...]) -> bool:
-    """Hints such as `SchedulerType | str` mean the words of the enumeration, not any text."""
-    return isinstance(value, str) and any(map(_is_enum, choices)) and value not in _all_words(choices)
-
-
-def _shadowed(choice: object, choices: tuple[object, ...]) -> bool:
-    return choice is str and any(map(_is_enum, choices))
-
-
 def _is_enum(hint: object) -> bool:
     return isinstance(hint, type) and issubclass(hint, Enum)
-
-
-def _all_words(choices: tuple[object, ...]) -> list[object]:
-    return [word for choice in choices for word in _words(choice)]
 
 
 def _words(hint: object) -> list[object]:
     if get_origin(hint) is Literal:
         return list(get_args(hint))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return [member.value for member in hint]
-    return []
+    return [member.value for member in hint] if isinstance(hint, type) and issubclass(hint, Enum) else []
 
 
 _NAMES: dict[object, str] = {

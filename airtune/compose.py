@@ -15,11 +15,12 @@ the recipes and `${airtune:cache}` that of small downloads (AIRTUNE_CACHE).
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 from hydra import compose as hydra_compose
@@ -40,7 +41,7 @@ from airtune.checks import (
 from airtune.config import COMMANDS, TrainConfig
 from airtune.foreign_keys import without_foreign
 from airtune.groups import Keys
-from airtune.kinds import bad_sizes, prose_keys, with_absolute_paths
+from airtune.kinds import bad_texts, prose_keys, with_absolute_paths
 from airtune.trainer_keys import refused_trainer_keys
 
 C = TypeVar("C", bound=Keys)
@@ -80,17 +81,17 @@ def compose(argv: Sequence[str], schema: type[C], config_dir: str | None = None)
         words.append(f"hydra.searchpath=[{_quoted(str(folders[1]))}]")
     mapping, lines = without_foreign(_composed(words, command), command, typed=map(_key, words))
     _raise_any(lines + none_texts(mapping))
-    config = with_absolute_paths(from_mapping(schema, mapping | prose)).completed()
+    config = from_mapping(schema, mapping | prose).completed()
     lines = refused_trainer_keys(config.trainer) if isinstance(config, TrainConfig) else []
-    _raise_any(lines + contradictions(config) + bad_sizes(config))
-    return config
+    _raise_any(lines + contradictions(config) + bad_texts(config))
+    return with_absolute_paths(config)
 
 
 def from_command_line(argv: Sequence[str] | None, schema: type[C]) -> C:
     """`compose` for an entry point: shows `--help`, takes `--config-dir DIR`, and says what is wrong.
 
     Raises:
-        SystemExit: 0 after `--help`; 2 after a message on stderr, without a traceback.
+        SystemExit: 0 after `--help`; 2 after a message on stderr, without a traceback; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
@@ -104,6 +105,8 @@ def from_command_line(argv: Sequence[str] | None, schema: type[C]) -> C:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def command_of(schema: type[Keys]) -> str:
@@ -174,7 +177,7 @@ def _key(hydra_word: str) -> str:
 
 def _hydra_words(word: str, schema: type[Keys], folders: Sequence[Path]) -> list[str]:
     """One word of the command line as Hydra shall read it."""
-    override = _parsed(word)
+    word, override = _parsed(word)
     key = override.key_or_group
     if override.is_delete():
         raise ConfigError(f"{word!r}: keys cannot be removed; set {key}=null")
@@ -187,9 +190,18 @@ def _hydra_words(word: str, schema: type[Keys], folders: Sequence[Path]) -> list
     if key == "recipe" or (conf_folder() / key).is_dir():
         _check_option(key, override.value(), folders)
         return [f"+{word.lstrip('+')}" if key == "recipe" else word.lstrip("+")]
+    value = override.value()
+    if isinstance(value, dict) and len(value) < _pairs(word, value):  # of two weights Hydra takes the last
+        raise ConfigError(f"{word!r} names one key twice")
     # A mapping given for a key replaces what a recipe has there; Hydra by itself would mix the two.
-    clear = [f"++{key}=null"] if isinstance(override.value(), dict) and "." in key else []
+    clear = [f"++{key}=null"] if isinstance(value, dict) and "." in key else []
     return [*clear, f"++{word.lstrip('+')}"]
+
+
+def _pairs(word: str, mapping: dict[str, Any]) -> int:
+    """How many a mapping of numbers is written with; of others the colons do not tell."""
+    numbers = all(isinstance(item, int | float) for item in mapping.values())
+    return len(re.findall(r"(?<!\\):", word)) if numbers else 0
 
 
 def _only_key(schema: type[Keys], group: str) -> str | None:
@@ -199,27 +211,33 @@ def _only_key(schema: type[Keys], group: str) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _parsed(word: str) -> Override:
+def _parsed(word: str) -> tuple[str, Override]:
+    """(the word as Hydra can read it, what Hydra reads)."""
     if word.startswith("-"):
         raise ConfigError(f"unknown option {word!r}; settings are written key=value (see --help)")
     if "=" not in word and not word.startswith("~"):
         raise ConfigError(f"expected key=value, got {word!r}")
-    try:
-        return OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        key, _, value = word.partition("=")
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"cannot read {word!r} ({reason}); quote the value inside the shell's quotes: \"{key}='{value}'\""
-        ) from None
+    key, _, value = word.partition("=")
+    # Text that Hydra's syntax has no room for (~/x, a=b.jsonl, it's) is taken as it stands.
+    quoted = [] if value.startswith(("[", "{", "'", '"')) else [f"{key}={_quoted(value)}"]
+    for tried in [word, *quoted]:
+        try:
+            return tried, OverridesParser.create().parse_override(tried)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"cannot read {word!r} ({reason}); in a list quote each text, {key}=['a=b','c'], and write a mapping "
+        "that has such texts in a recipe"
+    )
 
 
 def _check_option(group: str, value: object, folders: Sequence[Path]) -> None:
     """Every option asked of `group` must be a file: `+recipe=x` for an unknown x could become a plain key."""
     known = _options(group, folders)
+    hint = "" if group == "recipe" else f"; for one of its keys write {group}.KEY=... (see --help)"
     for name in value if isinstance(value, list) else [value]:
         if name not in known:
-            raise ConfigError(unknown(str(name), known, group))
+            raise ConfigError(unknown(str(name), known, group) + hint)
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
@@ -249,4 +267,6 @@ def _existing_folder(path: str) -> Path:
 
 
 def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """As Hydra reads it back: a backslash means something only where a quote follows."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

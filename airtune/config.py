@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from airtune.groups import (
+    SEED,
     AdapterConfig,
     ChatConfig,
     DataConfig,
@@ -58,22 +59,29 @@ class TrainConfig(Keys):
 
     def completed(self) -> Self:
         """Evaluates once an epoch where there is something to evaluate on and nothing else was asked."""
-        asked = self.trainer.get("eval_strategy", "epoch" if self.data.eval else "no")
-        return replace(self, trainer=self.trainer | {"eval_strategy": asked})
+        implied = {"eval_strategy": "epoch" if self.data.eval else "no"}
+        if self.trainer.get("save_strategy") == "best":
+            implied["metric_for_best_model"] = "loss"
+        return replace(self, trainer=implied | self.trainer)
 
     def rules(self) -> list[Rule]:
         strategy = self.trainer.get("eval_strategy", "no")
+        ends = "num_train_epochs" if self.trainer.get("max_steps", -1) == -1 else "max_steps"
         counts = ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"]
-        given = [(key, self.trainer[key]) for key in counts if key in self.trainer]
+        given = [(key, self.trainer[key]) for key in [*counts, ends, "learning_rate"] if key in self.trainer]
         return [
-            (self.output_dir != "", "output_dir", "a folder"),
-            (self.seed >= 0, "seed", "0 or more"),
+            (0 <= self.seed < 2**32, "seed", SEED),
             (
                 self.data.eval is not None or strategy == "no",
                 "data.eval",
                 f"files (trainer.eval_strategy is {strategy!r}; or set that to no)",
             ),
-            *[(not isinstance(n, int) or n >= 1, f"trainer.{key}", "1 or more") for key, n in given],
+            (
+                self.trainer.get("metric_for_best_model") in (None, "loss", "eval_loss"),
+                "trainer.metric_for_best_model",
+                "loss, which is what evaluation computes",
+            ),
+            *[(not isinstance(n, int | float) or n > 0, f"trainer.{key}", "more than 0") for key, n in given],
         ]
 
 
@@ -100,7 +108,7 @@ class GenerateConfig(Keys):
             (self.prompt != "", "prompt", "some text for the model to go on from"),
             (self.system is None or self.chat is not False, "system", "null beside chat=false"),
             (self.batch_size >= 1, "batch_size", "1 or more"),
-            (self.seed >= 0, "seed", "0 or more"),
+            (0 <= self.seed < 2**32, "seed", SEED),
         ]
 
 
@@ -120,8 +128,7 @@ class EvaluateConfig(Keys):
     def rules(self) -> list[Rule]:
         asked = self.eval.tasks or self.data.eval
         return [
-            (self.output_dir != "", "output_dir", "a folder"),
-            (self.seed >= 0, "seed", "0 or more"),
+            (0 <= self.seed < 2**32, "seed", SEED),
             (bool(asked), "data.eval", "files, or some eval.tasks: there is nothing to evaluate on"),
             (not self.eval.scores or bool(self.data.eval), "data.eval", "files with answers for eval.scores"),
             (
@@ -142,7 +149,7 @@ class InspectConfig(Keys):
     data: DataConfig
 
     def rules(self) -> list[Rule]:
-        return [(self.samples >= 0, "samples", "0 or more")]
+        return [(self.samples >= 0, "samples", "0 or more"), (0 <= self.seed < 2**32, "seed", SEED)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +159,6 @@ class QuantizeConfig(Keys):
     scheme: Literal["nf4", "int8"]
     output_dir: File
     model: SourceConfig
-
-    def rules(self) -> list[Rule]:
-        return [(self.output_dir != "", "output_dir", "a folder")]
 
 
 COMMANDS: dict[str, type[Keys]] = {

@@ -8,16 +8,12 @@ command has it, and is a mistake if none has. On the command line nothing is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_type_hints
 
 from airtune.checks import unknown
 from airtune.config import COMMANDS
 from airtune.groups import Keys
-
-# Name -> the keys of a group; None for a value, also for `trainer`, whose keys are not ours.
-Tree = dict[str, "Tree | None"]
 
 
 def without_foreign(
@@ -30,55 +26,42 @@ def without_foreign(
         command: a name in `COMMANDS`.
         typed: the keys that stand on the command line.
     """
-    everything: Tree = {}
-    for schema in COMMANDS.values():
-        _merge(everything, _tree(schema))
-    lines = _typed_in_vain(_tree(COMMANDS[command]), command, typed)
-    return _own(mapping, _tree(COMMANDS[command]), everything, lines), lines
+    keys = {name: set(_paths(schema)) for name, schema in COMMANDS.items()}
+    lines = []
+    for key in typed:
+        owners = [name for name, paths in keys.items() if any(_leads(key, path) for path in paths)]
+        if owners and command not in owners:
+            lines.append(f"{key}: {command} has no such key, it is one of {', '.join(owners)}; leave it out")
+    return _kept(mapping, keys[command], set().union(*keys.values()), lines), lines
 
 
-def _own(
-    mapping: Mapping[str, object], own: Tree, everything: Tree, lines: list[str], prefix: str = ""
+def _kept(
+    mapping: Mapping[str, object], own: set[str], known: set[str], lines: list[str], prefix: str = ""
 ) -> dict[str, object]:
+    """What is own, and what is unknown to every command, which is told later (in a foreign group: here)."""
     kept: dict[str, object] = {}
     for key, value in mapping.items():
-        group, known = own.get(key), everything.get(key)
-        if isinstance(value, Mapping) and known is not None and group is not None:
-            kept[key] = _own(value, group, known, lines, f"{prefix}{key}.")
-        elif key in own or key not in everything:  # a key that no command has is told later
+        path = prefix + key
+        group = [name.removeprefix(f"{path}.") for name in known if name.startswith(f"{path}.")]
+        ours = path in own or any(name.startswith(f"{path}.") for name in own)
+        if ours and group and isinstance(value, Mapping):
+            kept[key] = _kept(value, own, known, lines, f"{path}.")
+        elif ours or (path not in known and not group):
             kept[key] = value
-        elif isinstance(value, Mapping) and known is not None:
-            lines += [unknown(name, known, prefix=f"{prefix}{key}.") for name in value if name not in known]
+        elif isinstance(value, Mapping) and group:
+            lines += [unknown(name, group, prefix=f"{path}.") for name in value if name not in group]
     return kept
 
 
-def _typed_in_vain(own: Tree, command: str, typed: Iterable[str]) -> list[str]:
-    lines = []
-    for key in typed:
-        owners = [name for name, schema in COMMANDS.items() if _has(_tree(schema), key)]
-        if owners and not _has(own, key):
-            lines.append(f"{key}: {command} has no such key, it is one of {', '.join(owners)}; leave it out")
-    return lines
+def _leads(key: str, path: str) -> bool:
+    """Whether one of the two is, or is inside, the other."""
+    return f"{key}.".startswith(f"{path}.") or f"{path}.".startswith(f"{key}.")
 
 
-def _has(tree: Tree, key: str) -> bool:
-    """Whether `key` is in `tree`, or below one of its values."""
-    name, _, rest = key.partition(".")
-    inner = tree.get(name)
-    return name in tree and (not rest or inner is None or _has(inner, rest))
-
-
-def _tree(schema: type) -> Tree:
-    hints = get_type_hints(schema)
-    return {name: _tree(hint) if _is_group(hint) else None for name, hint in hints.items()}
-
-
-def _is_group(hint: object) -> bool:
-    return isinstance(hint, type) and is_dataclass(hint) and issubclass(hint, Keys)
-
-
-def _merge(into: Tree, tree: Tree) -> None:
-    for name, inner in tree.items():
-        known = into.setdefault(name, {} if inner is not None else None)
-        if inner is not None and known is not None:
-            _merge(known, inner)
+def _paths(schema: type[Keys], prefix: str = "") -> Iterator[str]:
+    """The full names of values; `trainer`, whose keys are not ours, is one."""
+    for name, hint in get_type_hints(schema).items():
+        if isinstance(hint, type) and issubclass(hint, Keys):
+            yield from _paths(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from airtune.compose import from_command_line
 from airtune.config import GenerateConfig
+from airtune.durable import partial_of
 
 
 def generate(config: GenerateConfig) -> None:
@@ -21,7 +23,7 @@ def generate(config: GenerateConfig) -> None:
     model = config.model
     with explained():  # all of it: what transformers thinks of the options is said when it generates
         given = prompts.given_prompts(config.prompt, config.prompts, sys.stdin)
-        prompts.check_output(config.output, interactive=given is None)
+        prompts.check_output(config.output, config.prompts, interactive=given is None)
         tokenizer = load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
         writer = prompts.PromptWriter(
             tokenizer, chat=config.chat, system=config.system, chat_template=config.data.chat_template
@@ -48,9 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from airtune.run.console import exit_code, set_up_logging
 
     set_up_logging()
-    from airtune.run.prompts import what_is_left  # brings the libraries, whose log is now set up
-
     return exit_code(lambda: generate(config), if_stopped=lambda: what_is_left(config.output))
+
+
+def what_is_left(output: str | None) -> str:
+    """Where the answers are that a stopped run had written."""
+    if output is None or not partial_of(Path(output)).exists():
+        return "Nothing was written."
+    return f"The answers so far are in {partial_of(Path(output))}."
 
 
 if __name__ == "__main__":

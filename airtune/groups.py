@@ -7,6 +7,7 @@ standard library only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal, Self
@@ -15,10 +16,11 @@ from typing import Annotated, Literal, Self
 class Kind(Enum):
     """What a text stands for where it is more than a word (see `kinds`)."""
 
-    FILE = "a file or a folder: absolute after composing"
-    SOURCE = "a file, a folder or a glob (absolute after composing), or hf:owner/name"
-    MODEL = "a folder (absolute after composing) or a hub id"
-    TEMPLATE = "a file (absolute after composing), a name, or the text itself"
+    # Paths are absolute after composing.
+    FILE = "a file or a folder"
+    SOURCE = "a file, a folder, a glob or hf:owner/name"
+    MODEL = "a folder or a hub id"
+    TEMPLATE = "a file, a name, or the template itself"
     SIZE = '"auto", or bytes as text with a unit: "4GB", "1.5 GiB"'
     PROSE = "what people write: taken from the command line as it stands"
 
@@ -31,6 +33,7 @@ Size = Annotated[str, Kind.SIZE]
 Prose = Annotated[str, Kind.PROSE]
 
 Rule = tuple[bool, str, str]  # whether it holds, the key it is about, what is expected of the key's value
+SEED = "a seed from 0 to 4294967295"  # what NumPy takes
 
 
 class Keys:
@@ -46,20 +49,6 @@ class Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Keys):
-    """The base model: frozen, streamed, never written."""
-
-    path: Model
-    revision: str | None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"]
-    attn_implementation: Literal["auto", "sdpa", "eager"]
-    trust_remote_code: bool
-
-    def rules(self) -> list[Rule]:
-        return [(self.path != "", "path", "a folder or a hub id")]
-
-
-@dataclass(frozen=True, kw_only=True)
 class SourceConfig(Keys):
     """A model that is read and not run."""
 
@@ -67,8 +56,13 @@ class SourceConfig(Keys):
     revision: str | None
     trust_remote_code: bool
 
-    def rules(self) -> list[Rule]:
-        return [(self.path != "", "path", "a folder or a hub id")]
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(SourceConfig):
+    """The base model: frozen, streamed, never written."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    attn_implementation: Literal["auto", "sdpa", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +73,8 @@ class SavedAdapterConfig(Keys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterConfig(Keys):
-    """The LoRA adapter: the only weights that are trained and saved."""
+class AdapterConfig(SavedAdapterConfig):
+    """The LoRA adapter: the only weights that are trained and saved. path: to go on from."""
 
     r: int
     alpha: int
@@ -88,7 +82,6 @@ class AdapterConfig(Keys):
     target_modules: list[str] | str  # "all-linear", module names, or one regular expression
     target_parameters: list[str]  # of stacked experts, such as mlp.experts.down_proj
     rslora: bool
-    path: Model | None  # a PEFT folder to go on from
 
     def rules(self) -> list[Rule]:
         return [
@@ -270,7 +263,7 @@ class DecodingConfig(Keys):
 
 def _filled(sources: list[str] | dict[str, float]) -> bool:
     weights = sources.values() if isinstance(sources, dict) else [1.0]
-    return bool(sources) and all(sources) and all(weight > 0 for weight in weights)
+    return bool(sources) and all(0 < weight < math.inf for weight in weights)
 
 
 def _at_least_1(number: int | None) -> bool:

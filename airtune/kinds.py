@@ -28,14 +28,17 @@ def with_absolute_paths(config: K) -> K:
     return replace(config, **located)  # type: ignore[type-var]  # all keys are dataclasses
 
 
-def bad_sizes(config: Keys, prefix: str = "") -> list[str]:
-    """A line for each size that is none; a bare number would be bytes, and likely means gigabytes."""
+def bad_texts(config: Keys, prefix: str = "") -> list[str]:
+    """A line for each size that is none, each empty path, and each two keys of a mapping for one place."""
     lines = []
     for name, value, hint in _annotated(config):
+        kind = _kind(hint)
         if isinstance(value, Keys):
-            lines += bad_sizes(value, f"{prefix}{name}.")
-        elif _kind(hint) is Kind.SIZE and isinstance(value, str):
+            lines += bad_texts(value, f"{prefix}{name}.")
+        elif kind is Kind.SIZE and isinstance(value, str):
             lines += [f"{prefix}{name}: {reason}" for reason in _size_problem(value)]
+        elif kind in _PLACES:
+            lines += [f"{prefix}{name}: {reason}" for reason in _place_problems(value, kind)]
     return lines
 
 
@@ -56,8 +59,8 @@ def file_or_hub(source: str) -> str:
 
 
 def absolute(path: str) -> str:
-    """`path` from the current directory; an empty one stays empty, and is refused later by its key."""
-    return str(Path(path).expanduser().absolute()) if path else ""
+    """`path` from the current directory."""
+    return str(Path(path).expanduser().absolute())
 
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -101,7 +104,20 @@ def _kind(hint: object) -> Kind | None:
     return None
 
 
+def _place_problems(value: object, kind: Kind) -> list[str]:
+    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, list | dict) else []
+    if "" in texts:
+        return [f"expected {kind.value}, got ''"]
+    same: dict[str, str] = {}
+    for text in texts if isinstance(value, dict) else []:
+        other = same.setdefault(_PLACES[kind](text), text)
+        if other != text:  # the mapping would keep one weight of the two
+            return [f"{other!r} and {text!r} are the same file: name it once, with one weight"]
+    return []
+
+
 def _size_problem(size: str) -> list[str]:
+    """A bare number would be bytes, and likely means gigabytes."""
     try:
         if size.isdigit():
             raise ValueError(f"{size} has no unit; write {size}GB or {size}MiB")

@@ -45,6 +45,7 @@ def train(config: TrainConfig) -> None:
         )
         adapter = job.choose_adapter(**asdict(config.adapter))
         streamed = load_for_training(adapter, seed=config.seed, **asdict(model), **asdict(config.stream))
+        job.check_rows(streamed, args, rows, eval_rows)
         samples.check(streamed)
     job.run_training(
         streamed,
@@ -69,9 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     set_up_logging()
     logger.info("Training into %s", config.output_dir)
-    from airtune.run.checkpoints import resume_hint  # brings the libraries, whose log is now set up
+    return exit_code(lambda: train(config), if_stopped=lambda: _hint(Path(config.output_dir)))
 
-    return exit_code(lambda: train(config), if_stopped=lambda: resume_hint(Path(config.output_dir)))
+
+def _hint(output_dir: Path) -> str:
+    """What to do about a run that was stopped from outside, perhaps while the libraries were loaded."""
+    if "airtune.run.job" not in sys.modules:
+        return "Nothing has been written: start again."
+    from airtune.run.checkpoints import resume_hint
+
+    return resume_hint(output_dir)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 They are read as our own keys are, against the type hints of `TrainingArguments`, which the caller brings:
 importing transformers takes seconds, and a misspelt key should not. Two kinds are refused by name, which
-needs no hints: what another key of ours sets, and what streaming cannot honour.
+needs no hints: what another key of ours sets, and what streaming cannot honour (see `unsupported`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from airtune.checks import ISOLATION, ConfigError, type_problem, unknown
+from airtune.checks import ConfigError, type_problem, unknown
+from airtune.unsupported import REFUSED
 
 # Fields of TrainingArguments that a key of ours sets; two places for one value would contradict each other.
 _SET_ELSEWHERE = {
@@ -23,44 +24,13 @@ _SET_ELSEWHERE = {
     "hub_token": "the environment variable HF_TOKEN (secrets stay out of configurations)",
 }
 
-_RECOMPUTED = "streaming already recomputes each layer in backward; leave it out"
-_DTYPE = "set model.dtype for the base; adapters and optimizer are fp32"
-_SHARDING = "layers are streamed, not sharded; leave it out"
-_KERNELS = "it replaces forwards that streaming wraps; leave it out"
-
-# Fields that streaming cannot honour, refused when they are switched on.
-_REFUSED = {
-    "gradient_checkpointing": _RECOMPUTED,
-    "gradient_checkpointing_kwargs": _RECOMPUTED,
-    "activation_checkpointing": _RECOMPUTED,
-    "activation_checkpointing_kwargs": _RECOMPUTED,
-    "bf16": _DTYPE,
-    "fp16": _DTYPE,
-    "bf16_full_eval": _DTYPE,
-    "fp16_full_eval": _DTYPE,
-    "deepspeed": _SHARDING,
-    "fsdp": _SHARDING,
-    "fsdp_config": _SHARDING,
-    "parallelism_config": _SHARDING,
-    "torch_compile": _KERNELS,
-    "torch_compile_backend": _KERNELS,
-    "torch_compile_mode": _KERNELS,
-    "use_liger_kernel": _KERNELS,
-    "liger_kernel_config": _KERNELS,
-    "packing": ISOLATION,
-    "padding_free": ISOLATION,
-    "use_cache": "a cache that reaches a recomputed layer makes its gradients wrong; leave it out",
-    "auto_find_batch_size": "set stream.device_memory and stream.micro_batch_size, which bound memory",
-}
-
 
 def check_trainer_keys(trainer: Mapping[str, object], fields: Mapping[str, object]) -> None:
     """Check the keys and values of `trainer:` against the real fields of `TrainingArguments`.
 
     Args:
         trainer: field name -> value, as in `TrainConfig.trainer`.
-        fields: field name -> type hint. With `hints = typing.get_type_hints(TrainingArguments)` that is
-            `{f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}`.
+        fields: field name -> type hint, of `run.arguments.training_fields`.
 
     Raises:
         ConfigError: with a line for each unknown, refused or wrongly typed key.
@@ -69,7 +39,7 @@ def check_trainer_keys(trainer: Mapping[str, object], fields: Mapping[str, objec
     for key, value in trainer.items():
         if key in fields:
             problems += type_problem(f"trainer.{key}", value, fields[key])
-        elif key not in _REFUSED:
+        elif key not in REFUSED:
             problems.append(unknown(key, fields, prefix="trainer."))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -81,5 +51,5 @@ def refused_trainer_keys(trainer: Mapping[str, object]) -> list[str]:
         f"trainer.{key}: set {_SET_ELSEWHERE[key]} instead" for key in trainer if key in _SET_ELSEWHERE
     ]
     # `false`, null and "" ask for nothing, so a recipe may say them aloud.
-    asked = [key for key, value in trainer.items() if key in _REFUSED and value]
-    return elsewhere + [f"trainer.{key} cannot be used with streaming: {_REFUSED[key]}" for key in asked]
+    asked = [key for key, value in trainer.items() if key in REFUSED and value]
+    return elsewhere + [f"trainer.{key} cannot be used with streaming: {REFUSED[key]}" for key in asked]

@@ -22,9 +22,7 @@ from transformers import CompressedTensorsConfig, FineGrainedFP8Config, PreTrain
 from transformers.integrations.mxfp4 import FP4_VALUES
 from transformers.utils.quantization_config import Mxfp4Config
 
-import airtune
-from tests import zoo
-from tests.twins import lora
+from tests import twins, zoo
 
 Tensors = dict[str, Tensor]
 _LINEAR = re.compile(r"layers\..*(proj|_mqa|\.w[123])\.weight$")
@@ -250,18 +248,9 @@ def resident(scheme: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     """That model with PEFT's adapter, seeded."""
     base = dense_twin(scheme, folder, dtype)
     torch.manual_seed(0)
-    return cast(PeftModel, get_peft_model(base, lora(base, PACKED[scheme].name)))
+    return cast(PeftModel, get_peft_model(base, twins.lora(PACKED[scheme].name)))
 
 
 def streamed(scheme: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
     """The same model and adapter through `airtune.load`."""
-    return load(PACKED[scheme].name, folder, dtype, **options)
-
-
-def load(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
-    """The model of the zoo called `name`, streamed from `folder`, packed or not."""
-    with torch.device("meta"):
-        made = zoo.model_class(name)(cast(type, zoo.model_class(name).config_class)(**zoo.ZOO[name].config))
-    config = lora(made, name)
-    torch.manual_seed(0)
-    return cast(PeftModel, airtune.load(folder, lora=config, dtype=dtype, **{"device": "cpu", **options}))
+    return twins.streamed(PACKED[scheme].name, folder, dtype=dtype, **options)

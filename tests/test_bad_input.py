@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = [{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes"}]
     (home / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
     return home
-
-
-@pytest.fixture(autouse=True)
-def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets up the process's logging; in-process tests leave it to pytest."""
-    monkeypatch.setattr("airtune.run.console.set_up_logging", lambda: None)
-    yield
 
 
 def lora(**options: Any) -> LoraConfig:

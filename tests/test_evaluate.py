@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,9 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny chat model `base`, an `adapter` for it, and conversations `chat.jsonl`."""
+    """A folder with a tiny chat model `base`, an `adapter` for it, conversations `chat.jsonl` and a row in
+    `long.jsonl` that is longer than the model's context.
+    """
     home = tmp_path_factory.mktemp("home")
     make_adapter(make_model(home / "base"), home / "adapter")
     turns = [
@@ -39,14 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for question, answer in QUESTIONS.items()
     ]
     write_jsonl(home, *({"messages": messages} for messages in turns), name="chat.jsonl")
+    write_jsonl(home, {"text": "Say yes."}, {"text": "yes " * 300}, name="long.jsonl")
     return home
-
-
-@pytest.fixture(autouse=True)
-def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets up the process's logging; in-process tests leave it to pytest."""
-    monkeypatch.setattr("airtune.run.console.set_up_logging", lambda: None)
-    yield
 
 
 def words(home: Path, output: Path, *more: str) -> list[str]:
@@ -205,13 +200,16 @@ def test_results_go_to_wandb(home: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (["eval.scores=regex", "eval.pattern='('"], "is no regular expression"),
         (["eval.scores=rouge_l", "eval.max_new_tokens=1000"], "the model's context ends at 256"),
         (["data.max_length=3"], "no row is left"),
+        (["data.eval={home}/long.jsonl"], "long.jsonl:2 has 302 tokens, and the model's context ends at 256"),
         (["output_dir=/dev/null/run"], "/dev/null/run"),
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
 ) -> None:
-    assert main(words(home, tmp_path / "eval", *asked(home), *given)) == 1
+    assert (
+        main(words(home, tmp_path / "eval", *asked(home), *(text.format(home=home) for text in given))) == 1
+    )
     shown = capsys.readouterr()
     assert message in shown.err and "Traceback" not in shown.err and shown.out == ""
     assert list(tmp_path.iterdir()) == []
@@ -238,12 +236,3 @@ def test_contradictions_are_said_before_anything_is_loaded(
     with pytest.raises(SystemExit) as stopped:
         main(words(home, tmp_path / "eval", *given))
     assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_earlier_results_are_not_overwritten(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "results.json").write_text("mine")
-    assert main(words(home, tmp_path, *asked(home))) == 1
-    assert "holds results.json of an earlier evaluation" in capsys.readouterr().err
-    assert (tmp_path / "results.json").read_text() == "mine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     make_adapter(make_model(home / "base"), home / "adapter")
     return home
-
-
-@pytest.fixture(autouse=True)
-def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets up the process's logging; in-process tests leave it to pytest."""
-    monkeypatch.setattr("airtune.run.console.set_up_logging", lambda: None)
-    yield
 
 
 def words(home: Path, *more: str) -> list[str]:
@@ -70,14 +62,6 @@ def test_an_adapter_is_used(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(words(home, f"prompt={QUESTION}", f"adapter={home / 'adapter'}")) == 0
     said = capsys.readouterr().out
     assert said == f"{expected(home, QUESTION, adapter=True)}\n" != f"{expected(home, QUESTION)}\n"
-
-
-def test_a_pipe_is_a_prompt(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
-    assert main(words(home)) == 0
-    assert capsys.readouterr().out == f"{expected(home, QUESTION)}\n"
 
 
 QUESTIONS = ["Who are you?", "Say", "What is the capital of Italy?"]
@@ -149,13 +133,14 @@ def test_a_recipe_for_training_generates_too(
     ("more", "message"),
     [
         (["prompt=a", "generation.max_new_tokens=999"], "the model's context ends at 256: ask for"),
-        ([f"prompt={'yes ' * 300}"], "the prompt has"),
+        ([f"prompt={'yes ' * 300}"], "prompt: the prompt has"),
         (["prompt=a", "adapter=/nowhere/adapter"], "/nowhere/adapter"),
-        (["prompt=a", "generation.assistant_model=/nowhere/model"], "/nowhere/model"),
+        (["prompt=a", "generation.assistant_model=/nowhere"], "assistant_model: there is no folder /nowhere"),
         (["prompt=a", "data.chat_template=nothing"], "chat_template 'nothing' is neither"),
         (["prompt=a", "output=/nowhere/out.jsonl"], "output=/nowhere/out.jsonl: expected a file"),
         (["prompts=/nowhere/prompts.txt"], "/nowhere/prompts.txt"),
         (["prompt=a", "model.path=/nowhere/model"], "model.path: there is no folder /nowhere/model"),
+        (["prompt=a", f"model.path={Path(__file__).parent}"], "tests: its tokenizer cannot be loaded: "),
     ],
 )
 def test_a_mistake_is_one_message(

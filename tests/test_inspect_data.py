@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,8 @@ from tests.tiny_tokenizer import CHAT_ROW, tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Its own cache; logging is left to pytest."""
-    monkeypatch.setattr("airtune.run.console.set_up_logging", lambda: None)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AIRTUNE_CACHE", str(tmp_path / "cache"))
-    yield
 
 
 @pytest.fixture

@@ -16,11 +16,6 @@ from scripts.make_checkpoint import byte_tokenizer
 from tests import zoo
 
 
-@pytest.fixture(autouse=True)
-def without_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("airtune.run.console.set_up_logging", lambda: None)
-
-
 def words(source: Path, output: Path, scheme: str = "nf4") -> list[str]:
     return [f"model.path={source}", f"scheme={scheme}", f"output_dir={output}"]
 

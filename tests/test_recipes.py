@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import yaml
@@ -25,10 +23,9 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def trainer_fields() -> dict[str, object]:
-    from transformers import TrainingArguments
+    from airtune.run.arguments import training_fields
 
-    hints = get_type_hints(TrainingArguments)
-    return {field.name: hints[field.name] for field in fields(TrainingArguments) if field.init}
+    return training_fields()
 
 
 def needs_data(recipe: str) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,12 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from airtune.run.progress import Progress
 from airtune.train import main
+from tests.tiny_chat import CONTEXT, make_model
 from tests.tiny_tokenizer import tiny_tokenizer
-
-# PEFT 0.21 still asks for a property that transformers 5.24 has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 QUESTIONS = {
     "Who are you?": "I am a lamp.",
@@ -39,28 +37,13 @@ QUESTIONS = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny chat model `base` and the conversations `chat.jsonl`."""
     home = tmp_path_factory.mktemp("home")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(home / "base")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(home / "base")
+    make_model(home / "base")
     turns = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         for question, answer in QUESTIONS.items()
     ]
     (home / "chat.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in turns * 2))
     return home
-
-
-@pytest.fixture(autouse=True)
-def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command sets up the process's logging; in-process tests leave it to pytest."""
-    monkeypatch.setattr("airtune.run.console.set_up_logging", lambda: None)
-    yield
 
 
 def words(home: Path, output: Path, **settings: object) -> list[str]:
@@ -176,7 +159,7 @@ def test_evaluation_has_its_own_lines(home: Path, tmp_path: Path, capsys: pytest
         ({"trainer__learning_rat": 1}, 2, "trainer.learning_rate"),
         ({"trainer__lr_scheduler_type": "cosin"}, 2, "trainer.lr_scheduler_type"),
         ({"trainer__warmup_steps": -1}, 2, "warmup_steps"),
-        ({"trainer__label_smoothing_factor": 0.1}, 2, "label_smoothing_factor"),
+        ({"trainer__adam_beta1": 2}, 2, "Invalid beta parameter"),
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(
@@ -186,6 +169,21 @@ def test_a_mistake_is_one_message_and_leaves_nothing(
     shown = capsys.readouterr()
     assert message in shown.err and "Traceback" not in shown.err
     assert shown.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_cannot_be_learned_from_are_said_before_the_first_step(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Rows past the last position of the model, and a step whose hidden states do not fit."""
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "yes " * 300}]
+    (home / "long.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    settings = {"data__train": home / "long.jsonl", "data__max_length": 10**5}
+    assert main(words(home, tmp_path / "run", **settings)) == 1
+    assert f"the model's context ends at {CONTEXT}" in capsys.readouterr().err
+    monkeypatch.setattr("airtune.model.stream.available_memory_nbytes", lambda: 1000)
+    assert main(words(home, tmp_path / "run")) == 1
+    assert "lower trainer.per_device_train_batch_size" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -242,6 +240,19 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert main(words(home, tmp_path / "cut", **settings, resume="true")) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
     assert same_adapters(tmp_path / "cut", tmp_path / "straight")
+
+
+def test_a_run_that_was_stopped_before_its_last_save_is_completed(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    done, cut = tmp_path / "done", tmp_path / "cut"
+    assert main(words(home, done, trainer__max_steps=3)) == 0
+    shutil.copytree(done, cut)
+    shutil.rmtree(cut / "adapter")
+    assert main(words(home, cut, trainer__max_steps=3, resume="true")) == 0
+    assert same_adapters(done, cut)
+    assert main(words(home, cut, trainer__max_steps=3, resume="true")) == 1
+    assert "nothing left to train" in capsys.readouterr().err
 
 
 def test_another_configuration_on_resume_is_said(

@@ -14,26 +14,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.pytorch_utils import Conv1D
 
 import airtune
 from airtune.model.layers import find_layers
 from tests import zoo
 
 
-def lora(model: PreTrainedModel, name: str, *, dropout: float = 0.0) -> LoraConfig:
+def lora(name: str, *, dropout: float = 0.0) -> LoraConfig:
     """LoRA on all that PEFT can adapt; B is random too, so that every gradient is there from the first
     step.
     """
-    targets = zoo.lora_targets(model, name)
-    transposed = type(model.get_submodule(targets[0])) is Conv1D
     return LoraConfig(
         r=2,
         lora_alpha=4,
-        target_modules=targets,
+        target_modules=list(zoo.lora_targets(name)),
         lora_dropout=dropout,
         init_lora_weights=False,
-        fan_in_fan_out=transposed,
+        fan_in_fan_out=name == "gpt2",  # it has Conv1D in place of Linear
     )
 
 
@@ -44,16 +41,22 @@ def resident(
     base = zoo.model_class(name).from_pretrained(folder, dtype=dtype)
     base.set_experts_implementation("eager")
     torch.manual_seed(0)
-    return cast(PeftModel, get_peft_model(base, lora(base, name, dropout=dropout)))
+    return cast(PeftModel, get_peft_model(base, lora(name, dropout=dropout)))
 
 
 def streamed(
-    name: str, folder: Path, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32, **options: Any
+    name: str,
+    folder: Path,
+    *,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **options: Any,
 ) -> PeftModel:
     """The same model and adapter through `airtune.load`."""
-    config = lora(zoo.model_class(name).from_pretrained(folder, dtype=dtype), name, dropout=dropout)
     torch.manual_seed(0)
-    return cast(PeftModel, airtune.load(folder, lora=config, dtype=dtype, device="cpu", **options))
+    config = lora(name, dropout=dropout)
+    return cast(PeftModel, airtune.load(folder, lora=config, dtype=dtype, device=device, **options))
 
 
 def adapter(model: nn.Module) -> dict[str, nn.Parameter]:

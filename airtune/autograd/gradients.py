@@ -7,9 +7,11 @@ micro-batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -61,9 +63,9 @@ def compute_dtypes(module: torch.nn.Module) -> dict[tuple[str, str], torch.dtype
     Adapters are fp32 whatever the base is, because in bf16 most steps of an optimizer would round to nothing.
     Their products need not be: in fp32 they cost a cast of every input and output and run at half the speed
     (4 to 6 % of a step on the CPU), and the sum that they join is rounded to bf16 either way. So they compute
-    in bf16 where the frozen weight that they stand beside is bf16, as under autocast. Their gradients are
-    still summed over micro-batches, and handed on, in fp32. fp16 is left alone: a small gradient would become
-    zero.
+    in bf16 where the frozen weights that they stand beside are all bf16, as under autocast (a frozen half of
+    an adapter is not). Their gradients are still summed over micro-batches, and handed on, in fp32. fp16 is
+    left alone: a small gradient would become zero.
     """
     parameters = [
         (path, leaf, parameter)
@@ -71,16 +73,16 @@ def compute_dtypes(module: torch.nn.Module) -> dict[tuple[str, str], torch.dtype
         for leaf, parameter in owner._parameters.items()
         if parameter is not None
     ]
-    beside: dict[str, torch.dtype] = {}  # of a frozen weight at or below each path
+    beside: dict[str, set[torch.dtype]] = {}  # of the frozen weights at or below each path
     for path, _, parameter in parameters:
         if not parameter.requires_grad:
             for place in _upwards(path):
-                beside.setdefault(place, parameter.dtype)
+                beside.setdefault(place, set()).add(parameter.dtype)
     found = {}
     for path, leaf, parameter in parameters:
         if parameter.requires_grad:
             base = next((beside[place] for place in _upwards(path) if place in beside), None)
-            half = (base, parameter.dtype) == (torch.bfloat16, torch.float32)
+            half = (base, parameter.dtype) == ({torch.bfloat16}, torch.float32)
             found[path, leaf] = torch.bfloat16 if half else parameter.dtype
     return found
 
@@ -95,14 +97,19 @@ def _upwards(path: str) -> Iterator[str]:
 
 @contextmanager
 def in_place_of(parameters: Sequence[Trainable], aliases: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, the modules compute with the aliases."""
+    """Inside, the modules compute with the aliases. Afterwards they have what they had before, which need not
+    be the parameters of the forward pass (`torch.func.functional_call` lends others).
+    """
+    owners: list[Any] = [trainable.owner._parameters for trainable in parameters]
+    leaves = [trainable.leaf for trainable in parameters]
+    before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
+    # In one call each, which no interrupt (Ctrl-C) divides: an alias that stayed would take the gradients.
+    exchange, put_back = map(setitem, owners, leaves, aliases), map(setitem, owners, leaves, before)
     try:
-        for trainable, alias in zip(parameters, aliases, strict=True):
-            trainable.owner._parameters[trainable.leaf] = alias  # type: ignore[assignment]
+        deque(exchange, maxlen=0)
         yield
     finally:
-        for trainable in parameters:
-            trainable.owner._parameters[trainable.leaf] = trainable.parameter
+        deque(put_back, maxlen=0)
 
 
 def _adjacent(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,13 +144,12 @@ class Gradients:
         # Room for everything that outlives the graph is taken before the graph is made. Allocated in the
         # middle of it, as autograd does, these tensors stay scattered over the heap when the graph is gone
         # and keep it from shrinking.
-        self._room_of_inputs = {i: self._like_input(inputs[i]) for i in self._needed}
+        self._room_of_inputs = {
+            i: hops.host_like(inputs[i].shape, inputs[i].dtype, inputs[i].device) for i in self._needed
+        }
         self._room_of_parameters = _adjacent([trainable.parameter for trainable in parameters])
         self._of_inputs: dict[int, torch.Tensor] = {}
         self._of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
-
-    def _like_input(self, like: torch.Tensor) -> torch.Tensor:
-        return self._hops.host_like(like.shape, like.dtype, like.device)
 
     def add(
         self,
@@ -175,6 +181,7 @@ class Gradients:
                 self._of_inputs[i] = room.zero_()
             self._hops.bring(grad, room[rows])
         elif i in self._of_inputs:
+            self._hops.finish()  # the first micro-batch's part may still be on its way
             room.add_(grad.to(room.device))
         else:
             self._of_inputs[i] = room

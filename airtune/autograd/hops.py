@@ -33,7 +33,7 @@ class Hops:
             return list(leaves)
         if len(self._running) > 1:
             self._running.popleft().synchronize()
-        with self._up:
+        with self._up, torch.inference_mode(False):  # a copy tells whether it was written to
             return [self._lift(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -60,10 +60,11 @@ class Hops:
         if self._stays or into.device.type != "cpu":
             into.copy_(tensor)
             return
-        self._down.wait_event(torch.accelerator.current_stream(self._device).record_event())
+        current = torch.accelerator.current_stream(self._device)
+        self._down.wait_event(current.record_event())
+        _own(tensor, self._down, made_on=current)  # before the copy: an error between the two would free it
         with self._down:
             into.copy_(tensor, non_blocking=True)
-        _own(tensor, self._down, made_on=torch.accelerator.current_stream(self._device))
 
     def home(self, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
         """A result at home, as it is if it is there already; there after `finish`."""

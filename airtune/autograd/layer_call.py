@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -95,13 +95,16 @@ class LayerCall:
         layout = None
         aliases = [trainable.alias() for trainable in self.parameters] if self.differentiable else []
         for index, leaves, _ in self._micro_batches(inputs, (), hops):
+            versions = self._versions_of(leaves)
             if self.differentiable:
                 made, layout = self._run_recomputable(leaves, aliases)
             else:
                 with self.variant.around(self.split.slices[index]) if self.variant else nullcontext():
                     made, layout = self._run(leaves)
+            if self._versions_of(leaves) != versions:
+                self._bring_changes(inputs, index, leaves, versions, hops)
             join.add(index, [tensor.detach() for tensor in made])
-            self._check_shared(index, made, join)
+            self._check_shared(index, made, join, hops)
             if self.keep_graph:
                 self._graph = _Graph(token, leaves, aliases, made)
         hops.finish()
@@ -110,10 +113,29 @@ class LayerCall:
         self._training = self.module.training
         return join.tensors, layout
 
-    def _check_shared(self, index: int, made: Sequence[torch.Tensor], join: Join) -> None:
+    def _versions_of(self, leaves: Sequence[Any]) -> list[int]:
+        """How often each tensor was written to; 0 where that is not counted, which is never so for a copy."""
+        tensors = [leaves[i] for i in self.arguments.tensors]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def _bring_changes(
+        self, inputs: Sequence[Any], index: int, leaves: Sequence[Any], versions: Sequence[int], hops: Hops
+    ) -> None:
+        """What a layer wrote into an input (a state that it goes on from) is so far only in the copy."""
+        if self.differentiable:
+            raise RuntimeError(f"{self.name} changes an input in place; its gradients cannot be recomputed")
+        parts = self.split.take(inputs, self.split.slices[index])
+        for i, before in zip(self.arguments.tensors, versions, strict=True):
+            if leaves[i].device != parts[i].device and leaves[i]._version != before:
+                hops.bring(leaves[i], parts[i])
+
+    def _check_shared(self, index: int, made: Sequence[torch.Tensor], join: Join, hops: Hops) -> None:
         """What each micro-batch makes whole must be the same every time: a loss of the layer's own is not."""
-        for tensor, first, batched in zip(made, join.tensors, self.batched, strict=False):
-            if index > 0 and not batched and not torch.equal(tensor.detach().to(first.device), first):
+        if index == 0 or all(self.batched):
+            return
+        hops.finish()  # what the first one made may still be on its way
+        for tensor, first, batched in zip(made, join.tensors, self.batched, strict=True):
+            if not batched and not torch.equal(tensor.detach().to(first.device), first):
                 raise MicroBatchError(
                     f"{self.name} cannot be run in micro-batches: it returns something for the whole batch "
                     "(a loss of its own, say) that is another thing for each micro-batch. Set "
@@ -151,9 +173,10 @@ class LayerCall:
         return gradients.result()
 
     def run_rows(self, inputs: Sequence[Any], rows: slice) -> list[torch.Tensor]:
-        """A run on some rows for its results alone."""
+        """A run on some rows for its results alone: what it writes to is copies."""
         hops = Hops(self.weights.device)
-        leaves = hops.send(self.split.take(inputs, rows))
+        taken = self.split.take(inputs, rows)
+        leaves = hops.send([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in taken])
         hops.arrive(leaves)
         return self._run(leaves)[0]
 
@@ -215,13 +238,9 @@ class LayerCall:
         self, leaves: Sequence[Any], aliases: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Layout]:
         """A run that can be repeated: what it depends on is noted, what it saves for backward is dropped."""
-        versions = [leaves[i]._version for i in self.arguments.tensors]
         self._ambients.append(Ambient.capture(self.weights.device))
-        dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        with in_place_of(self.parameters, aliases), nullcontext() if self.keep_graph else dropped:
+        with in_place_of(self.parameters, aliases), nullcontext() if self.keep_graph else _nothing_saved():
             made, layout = self._run(leaves)
-        if [leaves[i]._version for i in self.arguments.tensors] != versions:
-            raise RuntimeError(f"{self.name} changes an input in place; its gradients cannot be recomputed")
         for value in layout.constants():
             if not isinstance(value, PLAIN):
                 raise TypeError(
@@ -229,3 +248,17 @@ class LayerCall:
                 )
         self.tracked = tuple(tensor.requires_grad for tensor in made)
         return made, layout
+
+
+@contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """Inside, what is saved for backward is dropped on the spot.
+
+    As `torch.autograd.graph.saved_tensors_hooks` does it, whose hooks stay for ever where an interrupt
+    (Ctrl-C) comes as its exit begins.
+    """
+    try:
+        torch._C._autograd._push_saved_tensors_default_hooks(lambda tensor: None, lambda nothing: nothing)
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -4,7 +4,8 @@ All micro-batches of a step go through a layer while its weights are there, so w
 and not once per micro-batch. Which arguments carry the batch is not guessed from their names: a tensor
 whose leading size is the number of rows is sliced, the rest is passed whole. That can be wrong (a layer
 that mixes rows, a leading axis that is something else), so before a layer is first split, its output for
-two rows is compared with its outputs for each row alone.
+two rows is compared with its outputs for each row alone. The two must differ: of rows that are alike, nothing
+shows that they were mixed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,14 @@ class RowSplit:
         slices = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
         return cls(slices, frozenset(i for i, leaf in enumerate(leaves) if _leading(leaf) == rows))
 
+    def unlike(self, leaves: Sequence[Any]) -> int | None:
+        """The first row that differs from the next one; None when all rows are alike."""
+        batched = [leaves[i] for i in sorted(self.batched)]
+        for row in range(self.rows - 1):
+            if any(not torch.equal(leaf[row], leaf[row + 1]) for leaf in batched):
+                return row
+        return None
+
     def take(self, leaves: Sequence[Any], rows: slice) -> list[Any]:
         return [leaf[rows] if i in self.batched else leaf for i, leaf in enumerate(leaves)]
 
@@ -78,12 +87,15 @@ def _leading(leaf: Any) -> int | None:
     return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
-def prove_split(run: Callable[[slice], list[torch.Tensor]], split: RowSplit, name: str) -> tuple[bool, ...]:
+def prove_split(
+    run: Callable[[slice], list[torch.Tensor]], split: RowSplit, row: int, name: str
+) -> tuple[bool, ...]:
     """For each tensor that the layer makes: True if it is batched (joined by rows), False if every
     micro-batch makes it whole.
 
     Args:
         run: one run of the layer on the given rows, in evaluation mode, without gradients.
+        row: the first of the two that are compared.
         name: how to call the layer in the error.
 
     Raises:
@@ -92,7 +104,7 @@ def prove_split(run: Callable[[slice], list[torch.Tensor]], split: RowSplit, nam
     if not split.batched:
         raise MicroBatchError(_refusal(name, "none of its inputs has the batch as its leading axis"))
     try:
-        both, first, second = (run(rows) for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        both, first, second = (run(slice(row + i, row + j)) for i, j in ((0, 2), (0, 1), (1, 2)))
     except (RuntimeError, IndexError, ValueError) as error:
         raise MicroBatchError(
             _refusal(name, f"it fails on one or two rows of the batch ({error})")

@@ -150,13 +150,13 @@ class StreamedLayer:
         """Which of the layer's new tensors are batched; proven once for each way that the layer is called."""
         if len(call.split.slices) == 1:
             return ()
-        # A single row beside itself, run in two ways, would prove nothing for other batches.
-        alone = call.variant is not None and call.variant.start == 1
-        key = (call.spec, call.split.batched, tuple(call.lists or ()), alone)
+        row = call.split.unlike(inputs)
+        # Rows that are all alike (one beside itself, run in two ways) prove nothing for other batches.
+        key = (call.spec, call.split.batched, tuple(call.lists or ()), row is None)
         if key not in self._proofs:
             with torch.no_grad(), kept_rng(self.weights.device), _evaluating(self.module):
                 self._proofs[key] = prove_split(
-                    lambda rows: call.run_rows(inputs, rows), call.split, self.name
+                    lambda rows: call.run_rows(inputs, rows), call.split, row or 0, self.name
                 )
         return self._proofs[key]
 

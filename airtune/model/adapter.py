@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from airtune.model.adapter_io import AdapterError, check_fits, check_loaded, read_adapter
-from airtune.model.adapter_targets import Targets, fresh_targets, saved_targets, summary
+from airtune.model.adapter_targets import Targets, find_targets, summary
 from airtune.model.expert_adapters import adapt_expert_by_expert, adapted_parameters, saved_shapes
 
 logger = logging.getLogger(__name__)
@@ -116,13 +116,16 @@ def plan_adapter(
     if lora is not None:
         _check_supported(lora)
         with _stand_ins(model):
-            targets = fresh_targets(model, layers, stacks, lora)
+            targets = find_targets(model, layers, stacks, lora, saved=False)
         return AdapterPlan(targets, _shapes(model, targets))
     if folder is None:
         return None
     config = _read_config(folder)
+    base, trained_on = str(model.name_or_path), config.base_model_name_or_path
+    if trained_on and Path(trained_on).name != Path(base).name:
+        logger.warning("%s was trained on %s; here it is on %s", folder, trained_on, base)
     with _stand_ins(model):
-        targets = saved_targets(model, layers, stacks, config)
+        targets = find_targets(model, layers, stacks, config, saved=True)
     # PEFT's own translation of names that an older transformers had for the same modules.
     saved = convert_peft_adapter_state_dict_for_transformers(model, targets.config, read_adapter(folder))
     shapes = _shapes(model, targets)
@@ -133,8 +136,13 @@ def plan_adapter(
 def _read_config(folder: Path) -> LoraConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
+        inside = folder / "adapter"
         raise AdapterError(
-            f"{folder} has no {CONFIG_NAME}; expected a folder that PEFT's save_pretrained wrote"
+            f"there is no folder {folder}"
+            if not folder.is_dir()
+            else f"{folder} has no {CONFIG_NAME}; did you mean {inside}?"
+            if (inside / CONFIG_NAME).is_file()
+            else f"{folder} has no {CONFIG_NAME}; expected a folder that PEFT's save_pretrained wrote"
         )
     try:
         values = json.loads(path.read_bytes())
@@ -234,9 +242,10 @@ def _check_injected(wrapped: PeftModel, targets: Targets) -> None:
             f"PEFT did not adapt what was asked for: {len(missing)} modules are missing (first: "
             f"{missing[:1]}) and {len(extra)} are too many (first: {extra[:1]}). Name the modules in a list"
         )
-    trainable = [name for name, p in wrapped.named_parameters() if p.requires_grad]
-    assert all(".lora_" in name for name in trainable), "only adapters may be trainable"
-    numel = sum(p.numel() for n, p in wrapped.named_parameters() if ".lora_" in n)
+    numel = 0
+    for name, parameter in wrapped.named_parameters():
+        numel += parameter.numel() if ".lora_" in name else 0
+        assert ".lora_" in name or not parameter.requires_grad, "only adapters may be trainable"
     logger.info("LoRA on %d places: %s; %s parameters", len(adapted), summary(adapted), f"{numel:,}")
 
 
@@ -251,8 +260,9 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
         for leaf, parameter in module._parameters.items()
         if parameter is not None and parameter.is_meta
     ]
+    ones = {dtype: torch.ones(1, dtype=dtype) for dtype in {parameter.dtype for *_, parameter in absent}}
     for module, leaf, parameter in absent:
-        number = torch.ones(1, dtype=parameter.dtype).expand(parameter.shape)
+        number = ones[parameter.dtype].expand(parameter.shape)
         module._parameters[leaf] = nn.Parameter(number, requires_grad=False)
     try:
         yield

@@ -45,11 +45,15 @@ class Targets:
     parameters: tuple[str, ...] = ()
 
 
-def fresh_targets(
-    model: PreTrainedModel, layers: Collection[str], stacks: Collection[str], lora: LoraConfig
+def find_targets(
+    model: PreTrainedModel, layers: Collection[str], stacks: Collection[str], lora: LoraConfig, *, saved: bool
 ) -> Targets:
-    """What a fresh adapter goes on. `model` has its placeholders' stand-ins, `layers` are paths, `stacks` are
-    names of parameters that hold stacked experts.
+    """What an adapter goes on. Of a saved one nothing may be left out.
+
+    Args:
+        model: has its placeholders' stand-ins.
+        layers: paths.
+        stacks: names of parameters that hold stacked experts.
 
     Raises:
         ValueError: a target matches no plain linear layer of the decoder, or one that cannot be adapted.
@@ -63,41 +67,21 @@ def fresh_targets(
         config.target_modules = _all_linear(model, plain, config)
     _refuse_experts(model, config)
     matched = _matched(modules, config)
-    wanted = frozenset(matched & plain)
-    if config.target_modules:
+    wanted, strangers = frozenset(matched & plain), matched - plain
+    if config.target_modules and not saved:
         _require_matches(model, config, plain, wanted)
+    elif not wanted and not parameters and not strangers:
+        raise ValueError(f"the adapter's target_modules {config.target_modules} match nothing in this model")
     for name in {_last(name) for name in wanted}:
         _check_lora_target_modules_mamba(config, model, name)
-    if strangers := matched - wanted:
-        _leave_out(model, config, strangers, wanted)
-    return Targets(_without_rewriting(model, config, wanted), wanted, tuple(parameters))
-
-
-def saved_targets(
-    model: PreTrainedModel, layers: Collection[str], stacks: Collection[str], lora: LoraConfig
-) -> Targets:
-    """What a saved adapter is on; nothing of it may be left out.
-
-    Raises:
-        ValueError: it is on modules that cannot be adapted here.
-    """
-    config = copy.deepcopy(lora)
-    parameters = match_parameters(config, stacks)
-    config.target_modules = config.target_modules or []
-    modules = dict(model.named_modules())
-    plain = _plain_linears(modules, layers)
-    if _is_all_linear(config):
-        config.target_modules = _all_linear(model, plain, config)
-    _refuse_experts(model, config)
-    matched = _matched(modules, config)
-    if strangers := {name: type(modules[name]).__name__ for name in sorted(matched - plain)}:
+    if strangers and saved:
         raise ValueError(
             "LoRA only goes on plain linear layers of the decoder, and this adapter is also on "
-            f"{_first(strangers.items())}"
+            f"{_first([(name, type(modules[name]).__name__) for name in sorted(strangers)])}"
         )
-    if not matched and not parameters:
-        raise ValueError(f"the adapter's target_modules {config.target_modules} match nothing in this model")
-    return Targets(_without_rewriting(model, config, matched), frozenset(matched), tuple(parameters))
+    if strangers:
+        _leave_out(model, config, strangers, wanted)
+    return Targets(_without_rewriting(model, config, wanted), wanted, tuple(parameters))
 
 
 def summary(names: Collection[str]) -> str:
@@ -107,8 +91,8 @@ def summary(names: Collection[str]) -> str:
 
 
 def _plain_linears(modules: Mapping[str, nn.Module], layers: Collection[str]) -> set[str]:
-    inside = {name for name in modules if any(name.startswith(f"{layer}.") for layer in layers)}
-    return {name for name in inside if _is_plain_linear(modules[name])}
+    starts = tuple(f"{layer}." for layer in layers)
+    return {name for name in modules if name.startswith(starts) and _is_plain_linear(modules[name])}
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -35,9 +35,9 @@ from airtune.weights.expert_plans import ExpertGroup
 from airtune.weights.experts import LEAST_PLACES, ExpertWindow
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, can_be_mapped, load_tensor
-from airtune.weights.layout import TensorPlan
 from airtune.weights.matrix import CHUNK_NBYTES, MAPPED_CHUNK_NBYTES
 from airtune.weights.memory import available_memory_nbytes
+from airtune.weights.plans import TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.residency import Layer, Residency
 
@@ -116,7 +116,7 @@ def assemble(found: Planned, way: Way, *, micro_batch_size: int | None) -> PreTr
         images = _layer_images(found.layers, found.plans, without=apart, map_files=way.map_files)
         window, residency = _bringers(found, way, means, images, tables, cleanup)
         head = _streamable_head(model)
-        elsewhere = apart | {name for _, inside in images for name in inside} | {head}
+        elsewhere = apart | {name for image in images for name in image.names()} | {head}
         resident = {name: plan for name, plan in found.plans.items() if name not in elsewhere}
         rows_nbytes = _rows_nbytes(found.plans.get(head or ""), resident.values()) if place.on_cpu else 0
         budget = _budget(place, residency, window, len(found.layers), found.tuning, rows_nbytes)
@@ -141,7 +141,7 @@ def _bringers(
     found: Planned,
     way: Way,
     means: _Means,
-    images: Sequence[tuple[LayerImage, dict[str, TensorPlan]]],
+    images: Sequence[LayerImage],
     tables: Tables,
     cleanup: ExitStack,
 ) -> tuple[ExpertWindow | None, Residency]:
@@ -168,7 +168,7 @@ def _bringers(
             cache_nbytes = _room_for_experts(window)
         # Fewer would be gone again when their turn comes.
         experts_nbytes = window.layer_nbytes if window.layer_nbytes <= cache_nbytes else 0
-    layers_nbytes = min(cache_nbytes - experts_nbytes, sum(image.nbytes for image, _ in images))
+    layers_nbytes = min(cache_nbytes - experts_nbytes, sum(image.nbytes for image in images))
     if window is not None:
         window.keep(cache_nbytes - layers_nbytes)
     residency = Residency(
@@ -224,17 +224,15 @@ def _stream_head(model: PreTrainedModel, weights: StreamedHead, stream: Stream, 
 
 def _layer_images(
     layers: Collection[str], plans: Mapping[str, TensorPlan], *, without: Collection[str], map_files: bool
-) -> list[tuple[LayerImage, dict[str, TensorPlan]]]:
-    """Each layer's image, without its experts, and the plans that it is made of."""
-    groups = [
-        {name: plan for name, plan in plans.items() if name.startswith(f"{path}.") and name not in without}
-        for path in layers
-    ]
-    return [(LayerImage.of(group.values(), map_files=map_files), group) for group in groups]
+) -> list[LayerImage]:
+    """Of each layer, without what is brought apart from it."""
+    own = [plan for name, plan in plans.items() if name not in without]
+    groups = [[plan for plan in own if plan.name.startswith(f"{path}.")] for path in layers]
+    return [LayerImage.of(group, map_files=map_files) for group in groups]
 
 
 def _with_lazy(
-    images: Sequence[tuple[LayerImage, Mapping[str, TensorPlan]]],
+    images: Sequence[LayerImage],
     groups: Sequence[ExpertGroup],
     window: ExpertWindow | None,
     tables: Tables,
@@ -243,7 +241,7 @@ def _with_lazy(
     for number, group in enumerate(groups):
         assert window is not None
         lazy[group.layer] |= window.tensors(number)
-    return [Layer(image, inside, lazy[index]) for index, (image, inside) in enumerate(images)]
+    return [Layer(*pair) for pair in zip(images, lazy, strict=True)]
 
 
 def _give_back(files: FileMap, mapped: LayerImage, tables: Tables) -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from airtune.weights.expert_plans import LEAST_EXPERTS, ExpertGroup, can_be_cut
-from airtune.weights.layout import TensorPlan
+from airtune.weights.plans import TensorPlan
 
 
 def find_experts(

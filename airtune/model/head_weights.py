@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from airtune.weights.file_map import FileMap
-from airtune.weights.image import can_be_mapped, is_one_view, load_tensor, view_stored
-from airtune.weights.layout import TensorPlan
+from airtune.weights.image import is_one_view, load_tensor, view_stored
 from airtune.weights.matrix import ChunkedMatrix, FileRows, Rows, TensorRows
+from airtune.weights.plans import TensorPlan
 from airtune.weights.reader import ByteReader
 
 
@@ -64,7 +64,7 @@ def head_weights(
     """The head of `model`, whose weight is made by `plan`; a tied head reads the embedding table's memory."""
     head = cast(nn.Linear, model.get_output_embeddings())
     rows: Rows
-    if is_one_view(plan) and (head.weight.is_meta or can_be_mapped(plan)):
+    if is_one_view(plan):
         piece = (plan.pieces or ())[0]
         stored = replace(piece.source, offset=piece.source.offset + piece.offset, nbytes=piece.nbytes)
         rows = FileRows(stored, view_stored(plan, files), reader, files)

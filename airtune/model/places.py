@@ -184,17 +184,19 @@ class Places:
 
 def _in_use_nbytes(device: torch.device, when: Literal["current", "peak"]) -> int:
     """What is allocated on the device, and what was freed while another stream has yet to be done with it."""
-    nbytes: int = torch.accelerator.memory_stats(device).get(f"active_bytes.all.{when}", 0)
+    nbytes: int = torch.accelerator.memory_stats(device)[f"active_bytes.all.{when}"]
     return nbytes
 
 
 def _has_statistics(device: torch.device) -> bool:
-    """Whether the accelerator tells what is allocated on it. Without that nothing can be measured, and layers
+    """Whether the accelerator tells what is in use on it. Without that nothing can be measured, and layers
     stay on the fewest places.
     """
+    torch.empty(1, device=device)  # an allocator that nobody has asked for memory yet tells nothing
     try:
         _in_use_nbytes(device, "current")
-    except RuntimeError:
-        logger.info("%s does not tell what is allocated on it: no more layers stay there than must", device)
+        torch.accelerator.reset_peak_memory_stats(device)
+    except (RuntimeError, KeyError):
+        logger.info("%s does not tell what is in use on it: no more layers stay there than must", device)
         return False
     return True

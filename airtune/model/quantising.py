@@ -36,11 +36,12 @@ from airtune.model.skeleton import build_skeleton
 from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.expert_plans import ExpertGroup
 from airtune.weights.header import StoredTensor
-from airtune.weights.layout import TensorPlan, plan_weights
+from airtune.weights.layout import plan_weights
+from airtune.weights.packed.packing import PACKINGS
 from airtune.weights.packed.schemes import take_scheme
-from airtune.weights.packed_store import PackedStore
-from airtune.weights.packing import PACKINGS
-from airtune.weights.shards import Weight, plan_shards
+from airtune.weights.packed.shards import Weight, plan_shards
+from airtune.weights.packed.store import PackedStore
+from airtune.weights.plans import TensorPlan
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def quantise(
         source.folder,
         dtype=_DTYPE,
         stored_dtype=_DTYPE,
-        attn_implementation=None,
+        attn_implementation="eager",  # nothing is computed
         trust_remote_code=trust_remote_code,
     )
     config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))

@@ -25,6 +25,8 @@ _SECOND = (
     "PEFT creates an adapter beside base weights, and these are streamed and not there. Load the model "
     "again, with airtune.load(..., lora=...) or airtune.load(..., adapter=folder)"
 )
+# What copy.deepcopy and pickle call.
+_COPY = "a copy of it would have no weights. Load the model again, or save its adapter"
 _CHECKPOINTING = "streaming recomputes each layer in backward already. Leave it out: it would add nothing"
 
 
@@ -37,6 +39,7 @@ def refuse_what_needs_weights(model: PreTrainedModel, wrapped: nn.Module) -> Cal
                 undo.callback(_refuse(module, name, _CHECKPOINTING))
             for name in ("add_adapter", "load_adapter"):
                 undo.callback(_refuse(module, name, _SECOND))
+    undo.callback(_refuse(model, "__reduce_ex__", _COPY))
     if isinstance(wrapped, PeftModel):
         undo.callback(_refuse(wrapped, "add_adapter", _SECOND))
         for name in ("merge_adapter", "merge_and_unload"):

@@ -140,9 +140,8 @@ def _indexed(device: torch.device) -> torch.device:
     """The device with its index, which is the current one's where none was given: other threads have another
     current device.
     """
-    if device.index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    index: int | None = device.index
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def _described(value: object) -> str:

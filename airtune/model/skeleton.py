@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Elements of a tensor that is born on meta. What the allocator would take from the heap and give back at once
 # (each linear layer's weight) leaves it full of holes, in which a training step then scatters its tensors.
-# Code that came with a checkpoint may fill an empty tensor and keep it as a buffer: there it is only what no
-# machine could promise.
+# Code that came with a checkpoint may fill an empty tensor and keep it as a buffer: of what it makes itself,
+# only what no machine could promise is.
 _LARGE_NUMEL = 2**12
 _HUGE_NUMEL = 2**24
 
@@ -93,7 +93,8 @@ def build_skeleton(
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Tensors without values, of at least `numel` elements, are born on meta and not moved there later.
+    """Tensors without values are born on meta and not moved there later: those of `numel` elements and more,
+    and what is large among the weights of torch's own layers.
 
     A parameter is allocated before it is registered. A table of 320 million rows is 102 GB then, which many
     systems refuse to promise. What has values is made as always: it may be a buffer.
@@ -109,7 +110,8 @@ class _LargeOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None and args:
             shape = args[0] if isinstance(args[0], tuple | list | torch.Size) else args
-            if math.prod(shape) >= self._numel:
+            # torch's own layers hand their `device=None` on.
+            if math.prod(shape) >= (_LARGE_NUMEL if "device" in kwargs else self._numel):
                 kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 

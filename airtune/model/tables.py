@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import can_be_mapped
-from airtune.weights.layout import TensorPlan
 from airtune.weights.lazy import LazyTensor
+from airtune.weights.plans import TensorPlan
 from airtune.weights.tables import Table, can_be_table
 
 # Inside a layer. At 25 GB/s it holds the bus for 1.3 ms.

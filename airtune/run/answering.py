@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import set_seed
 
-from airtune.run.generation import Answer, decoding_options, default_end_ids, guessing_options
+from airtune.run.generation import decoding_options, default_end_ids, guessing_options
 from airtune.run.loading import load_for_use
 from airtune.run.prompts import Prompt, PromptWriter, answers_file
 from airtune.run.speaker import Speaker
@@ -33,7 +33,6 @@ def load_speaker(
     if assistant := options.pop("assistant_model", None):
         trusted = loading["trust_remote_code"]
         options |= guessing_options(tokenizer, assistant, trust_remote_code=trusted)
-    logger.info("Loading %s%s", loading["path"], f" with the adapter in {adapter}" if adapter else "")
     model = load_for_use(adapter=adapter, **loading)
     end_ids = default_end_ids(model, tokenizer, writer.turn_end_ids())
     logger.info(
@@ -55,42 +54,37 @@ def answer_prompts(
 
     Raises ValueError when a prompt has no room in the model's context, or transformers refuses the options.
     """
-    speaker.check(encoded)
-    rows = _rows_at_once(speaker, len(prompts), batch_size)
-    as_text = output is None or len(prompts) == 1
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        try:
+            speaker.check(ids)
+        except ValueError as error:
+            raise ValueError(f"{prompt.where}: {error}") from error
+    count, rows = len(prompts), _rows_at_once(speaker, len(prompts), batch_size)
+    as_text = output is None or count == 1
     with answers_file(output) as write:
-        for first in range(0, len(prompts), rows):
-            batch = slice(first, first + rows)
-            for prompt, ids, answer in zip(
-                prompts[batch],
-                encoded[batch],
-                _answers(speaker, prompts[batch], encoded[batch], numbered=len(prompts) > 1, as_text=as_text),
-                strict=True,
-            ):
-                write(_line(prompt, ids, answer))
-
-
-def _answers(
-    speaker: Speaker,
-    prompts: Sequence[Prompt],
-    encoded: Sequence[Sequence[int]],
-    *,
-    numbered: bool,
-    as_text: bool,
-) -> Iterator[Answer]:
-    """The answers of one batch; one that is alone is written as it comes."""
-    alone = len(encoded) == 1 and as_text
-    answers = [] if alone else speaker.say_all(encoded)
-    for number, prompt in enumerate(prompts):
-        if numbered and as_text:
-            speaker.out.write(f"> {_shown(prompt)}\n")
-        if alone:
-            answers = [speaker.say(encoded[0])]
-        elif as_text:
-            speaker.out.write(f"{answers[number].text}\n")
-        if numbered and as_text:
-            speaker.out.write("\n")
-        yield answers[number]
+        for first in range(0, count, rows):
+            batch = encoded[first : first + rows]
+            alone = as_text and len(batch) == 1  # then it is written as it comes
+            title = f"{first + len(batch)} of {count} answers"
+            answers = [] if alone else speaker.say_all(batch, title)
+            for i, (prompt, ids) in enumerate(zip(prompts[first : first + rows], batch, strict=True)):
+                if as_text and count > 1:
+                    speaker.out.write(f"> {_shown(prompt)}\n")
+                if alone:
+                    answers = [speaker.say(ids)]
+                elif as_text:
+                    speaker.out.write(f"{answers[i].text}\n")
+                if as_text and count > 1:
+                    speaker.out.write("\n")
+                write(
+                    {
+                        "prompt": prompt.content,
+                        "answer": answers[i].text,
+                        "finish": answers[i].finish,
+                        "prompt_tokens": len(ids),
+                        "tokens": len(answers[i].ids),
+                    }
+                )
 
 
 def _rows_at_once(speaker: Speaker, count: int, batch_size: int) -> int:
@@ -101,16 +95,6 @@ def _rows_at_once(speaker: Speaker, count: int, batch_size: int) -> int:
     if min(count, batch_size) > 1 and speaker.tokenizer.pad_token_id is None:
         logger.info("The tokenizer has no pad token: shorter prompts are filled up with another, and masked")
     return batch_size
-
-
-def _line(prompt: Prompt, ids: Sequence[int], answer: Answer) -> dict[str, object]:
-    return {
-        "prompt": prompt.content,
-        "answer": answer.text,
-        "finish": answer.finish,
-        "prompt_tokens": len(ids),
-        "tokens": len(answer.ids),
-    }
 
 
 def _shown(prompt: Prompt) -> str:

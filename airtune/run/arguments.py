@@ -1,8 +1,4 @@
-"""transformers' TrainingArguments for a streamed run: which there are, which are fixed, which are refused.
-
-What streaming cannot honour is refused by name, also to those who build the Trainer themselves: it would do
-nothing, or something else than was asked for, without a word.
-"""
+"""transformers' TrainingArguments for a streamed run: which there are, which are fixed, which are refused."""
 
 from __future__ import annotations
 
@@ -11,20 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from transformers import TrainingArguments
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
 
-_REFUSED = {
-    "activation_checkpointing": "streaming recomputes each layer already",
-    "bf16": "the base computes in the dtype it was loaded in, and adapters keep fp32 values",
-    "fp16": "the base computes in the dtype it was loaded in, and adapters keep fp32 values",
-    "bf16_full_eval": "the model is never cast",
-    "fp16_full_eval": "the model is never cast",
-    "torch_compile": "layers are wrapped one by one",
-    "use_liger_kernel": "it replaces forwards that streaming wraps",
-    "auto_find_batch_size": "memory is bounded by the stream's budgets",
-    "label_smoothing_factor": "the loss is computed without ever holding all logits",
-    "push_to_hub": "push the folder `adapter` when the run is over",
-}
+from airtune.unsupported import REFUSED
 
 
 def training_fields() -> dict[str, Any]:
@@ -34,19 +20,11 @@ def training_fields() -> dict[str, Any]:
 
 
 def training_arguments(options: Mapping[str, Any], *, output_dir: Path, seed: int) -> TrainingArguments:
-    """`options` as TrainingArguments, with what a streamed run needs. ValueError when they contradict."""
-    ours: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "seed": seed,
-        "use_cpu": True,  # the model stays on the CPU, also where its layers visit an accelerator
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_nan_inf_filter": False,  # such a loss stops the run, and must never be averaged away
-    }
-    if {"save_steps", "save_strategy"}.isdisjoint(options):
-        ours["save_strategy"] = "no"
-    args = TrainingArguments(**{**options, **ours})
+    """`options` as TrainingArguments, with what a streamed run needs. ValueError for what cannot be."""
+    # The model stays on the CPU, also where its layers visit an accelerator; tracking is ours.
+    args = TrainingArguments(**options, output_dir=str(output_dir), seed=seed, use_cpu=True, report_to="none")
     refuse_unsupported(args)
+    _try_optimizer(args)
     return args
 
 
@@ -56,8 +34,19 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         raise ValueError("use_cpu must be True: the model stays on the CPU, its layers visit the accelerator")
     if args.world_size > 1:
         raise ValueError(f"expected one process, got {args.world_size}: start the run without a launcher")
-    for name, reason in _REFUSED.items():
-        if getattr(args, name):
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
             raise ValueError(f"{name} cannot be used with streaming: {reason}")
-    if args.deepspeed or args.fsdp:
-        raise ValueError("deepspeed and fsdp cannot be used with streaming: layers are streamed, not sharded")
+
+
+def _try_optimizer(args: TrainingArguments) -> None:
+    """ValueError for options that the optimizer or its schedule would refuse when training begins."""
+    try:
+        made, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        optimizer = made([torch.nn.Parameter(torch.zeros(1))], **options)
+        assert not isinstance(args.lr_scheduler_kwargs, str), "TrainingArguments reads JSON itself"
+        get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, args.lr_scheduler_kwargs)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"trainer.optim, or trainer.lr_scheduler_type, with these options: {error}"
+        ) from error

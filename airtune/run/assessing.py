@@ -23,7 +23,7 @@ from airtune.run.data.files import Sources
 from airtune.run.data.prepare import prepare
 from airtune.run.data.prepared import PreparedData
 from airtune.run.evaluation import RowScore, score_rows, totals
-from airtune.run.generation import Model, context_limit, room_for_answers
+from airtune.run.generation import Model, context_limit, refuse_beyond_context, room_for_answers
 from airtune.run.harness import harness_model, open_tasks, run_tasks
 from airtune.run.progress import Progress
 from airtune.run.questions import (
@@ -109,9 +109,11 @@ class Assessment:
     def run(self, asked: Asked, folder: Path, **named: object) -> dict[str, Any]:
         """The results (see `results`), which are written into `folder`; `named` is put before them.
 
-        Raises ValueError when a question is longer than the model's context, OSError when nothing can be
-        written there.
+        Raises ValueError when a row or a question is longer than the model's context, OSError when nothing
+        can be written there.
         """
+        if asked.rows is not None:
+            refuse_beyond_context(self._model, asked.rows)
         if asked.questions is not None:
             lengths = [len(question.ids) for question in asked.questions.all]
             room_for_answers(self._model, lengths, self._options["max_new_tokens"])
@@ -152,7 +154,7 @@ class Assessment:
         return {side: totals(found) for side, found in sides}
 
     def _answers(self, questions: Questions, scores: Mapping[str, Score], path: Path) -> Sides:
-        answers = answer_questions(
+        model, base = answer_questions(
             self._model,
             self._tokenizer,
             questions,
@@ -162,8 +164,7 @@ class Assessment:
             tell=self._progress.begin,
         )
         sides = [
-            (side, said, score_answers(said, questions, scores))
-            for side, said in self._sides(answers.model, answers.base)
+            (side, said, score_answers(said, questions, scores)) for side, said in self._sides(model, base)
         ]
         lines = [{"row": question.where, "expected": question.expected} for question in questions.all]
         write_lines(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from airtune.run.data.messages import Message
-from airtune.run.generation import Answer
 from airtune.run.prompts import Prompt, PromptWriter
 from airtune.run.speaker import Interrupted, Speaker
 
@@ -52,31 +51,27 @@ def _turn(speaker: Speaker, writer: PromptWriter, history: list[Message], line: 
     asked: list[Message] = [*history, {"role": "user", "content": line}]
     try:
         ids = writer.encode(Prompt(asked if writer.chats else line))
-        speaker.check([ids])
+        speaker.check(ids)
     except ValueError as error:
         speaker.err.write(f"{error}\n(/reset begins a new conversation)\n")
         return history
-    answer = answer_until_interrupted(speaker, ids)
+    with _ended_by_ctrl_c() as interrupted:
+        answer = speaker.say(ids, interrupted)
     if not writer.chats or not answer.text:
         return history
     return [*asked, {"role": "assistant", "content": answer.text}]
 
 
-def answer_until_interrupted(speaker: Speaker, ids: list[int]) -> Answer:
-    """One answer, which Ctrl-C ends."""
-    interrupted = Interrupted()
-    with _on_sigint(speaker, interrupted):
-        return speaker.say(ids, interrupted)
-
-
 @contextlib.contextmanager
-def _on_sigint(speaker: Speaker, interrupted: Interrupted) -> Iterator[None]:
+def _ended_by_ctrl_c() -> Iterator[Interrupted]:
+    interrupted = Interrupted()
+
     def end_answer(signum: int, frame: FrameType | None) -> None:
         interrupted.now = True
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, end_answer)
     try:
-        yield
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)

@@ -24,8 +24,11 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
+
+from airtune.run.data.prepared import PreparedData
+from airtune.run.loading import load_tokenizer
 
 Model: TypeAlias = PreTrainedModel | PeftModel
 Finish = Literal["eos", "stop", "length", "interrupted"]
@@ -103,6 +106,19 @@ def context_limit(model: Model) -> int | None:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def refuse_beyond_context(model: Model, rows: PreparedData) -> None:
+    """ValueError when a row has more tokens than the model's positions reach.
+
+    Learned positions end there; others go on, and what a model makes of them it was never trained for.
+    """
+    limit, longest = context_limit(model), int(rows.lengths().argmax())
+    if limit is not None and (tokens := int(rows.lengths()[longest])) > limit:
+        raise ValueError(
+            f"{rows.where(longest)} has {tokens} tokens, and the model's context ends at {limit}: set "
+            f"data.max_length={limit} or less, and data.overlong to what becomes of longer rows"
+        )
+
+
 def room_for_answers(model: Model, prompt_tokens: Sequence[int], max_new_tokens: int | None) -> int:
     """How many tokens each answer of a batch may have, `max_new_tokens` if it is given.
 
@@ -132,7 +148,7 @@ def default_end_ids(
     model: Model, tokenizer: PreTrainedTokenizerBase, turn_end_ids: Sequence[int] = ()
 ) -> list[int]:
     """The end tokens of the model's generation_config, of the tokenizer, and of a chat template's turns."""
-    stated = _own_config(model).eos_token_id
+    stated = cast(Any, model.generation_config).eos_token_id
     listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return list(dict.fromkeys([*listed, *own, *turn_end_ids]))
@@ -140,7 +156,7 @@ def default_end_ids(
 
 def searches_beams(model: Model, options: Mapping[str, Any]) -> bool:
     """Whether several answers are weighed against one another, so that none can be shown as it grows."""
-    return int(options.get("num_beams") or _own_config(model).num_beams or 1) > 1
+    return int(options.get("num_beams") or cast(Any, model.generation_config).num_beams or 1) > 1
 
 
 def decoding_options(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +174,9 @@ def guessing_options(
 
     Raises ValueError or OSError when there is no such model.
     """
-    its_tokenizer = AutoTokenizer.from_pretrained(assistant, trust_remote_code=trust_remote_code)
+    its_tokenizer = load_tokenizer(
+        assistant, trust_remote_code=trust_remote_code, key="generation.assistant_model"
+    )
     model = AutoModelForCausalLM.from_pretrained(assistant, dtype="auto", trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"assistant_model": model.eval()}
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -205,9 +223,5 @@ def _padded_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
 
 
 def _pad_id(model: Model, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> int:
-    candidates = [tokenizer.pad_token_id, _own_config(model).pad_token_id, *end_ids, 0]
+    candidates = [tokenizer.pad_token_id, cast(Any, model.generation_config).pad_token_id, *end_ids, 0]
     return next(int(token) for token in candidates if token is not None)
-
-
-def _own_config(model: Model) -> Any:
-    return model.generation_config

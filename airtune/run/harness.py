@@ -171,6 +171,9 @@ class _Requests:
     template: str | None  # of chats; None for the tokenizer's own
     tell: Tell
 
+    def __post_init__(self) -> None:
+        super().__init__()  # the harness's, which takes nothing
+
     @property
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
@@ -270,16 +273,10 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     class StreamedLM(_Requests, TemplateLM):
-        def __init__(self) -> None:
-            TemplateLM.__init__(self)
-            _Requests.__init__(
-                self, model, tokenizer, generate, batch_tokens, max_length, chat_template, tell
-            )
-
         def loglikelihood(
             self, requests: list[Instance], disable_tqdm: bool = True
         ) -> list[tuple[float, bool]]:
             found: list[tuple[float, bool]] = TemplateLM.loglikelihood(self, requests, disable_tqdm=True)
             return found
 
-    return StreamedLM()
+    return StreamedLM(model, tokenizer, generate, batch_tokens, max_length, chat_template, tell)

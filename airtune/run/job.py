@@ -15,7 +15,8 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,18 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from airtune.durable import write_whole
 from airtune.model.adapter_io import AdapterError, load_adapter
 from airtune.model.stream import MicroBatchError, stream_of
-from airtune.run.checkpoints import remove_partial
+from airtune.run.checkpoints import held, remove_partial
 from airtune.run.console import JobError, explained
 from airtune.run.data.collate import Collator
 from airtune.run.data.files import Sources, find_files
 from airtune.run.data.prepare import prepare
 from airtune.run.data.prepared import PreparedData
+from airtune.run.generation import refuse_beyond_context
 from airtune.run.progress import Progress
 from airtune.run.report import report
 from airtune.run.samples import Samples
 from airtune.run.tracking import MetricsFile, WandbTracker, plot_losses, read_metrics
-from airtune.run.trainer import StreamedTrainer, TrainingError
+from airtune.run.trainer import NothingLeft, StreamedTrainer, TrainingError
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,20 @@ def choose_adapter(
     )
 
 
+def check_rows(
+    model: PeftModel, args: TrainingArguments, rows: PreparedData, eval_rows: PreparedData | None
+) -> None:
+    """ValueError when rows are longer than the model's context, or the step that holds the longest of them
+    does not fit into host memory.
+    """
+    for some in filter(None, (rows, eval_rows)):
+        refuse_beyond_context(model, some)
+    batch_rows = min(len(rows), args.per_device_train_batch_size)
+    nbytes = stream_of(model).check_room(batch_rows, int(rows.lengths().max()))
+    if nbytes >= 1e8:
+        logger.info("Hidden states of the largest step take %.1f GB of host memory", nbytes / 1e9)
+
+
 def run_training(
     model: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -120,24 +136,11 @@ def run_training(
     after.
     """
     output_dir = Path(args.output_dir or "")
-    with explained():
-        if checkpoint is not None:  # one that does not fit must not leave its configuration in the folder
-            load_adapter(model, checkpoint)
-        _claim(output_dir, config_yaml, resuming=checkpoint is not None)
     stream = stream_of(model)
     progress = Progress(sys.stderr, counters=stream.counters)
     stream.observers.append(progress.visit)
     tracker = (
         WandbTracker(project=project, run_name=run_name, config=config, folder=output_dir) if wandb else None
-    )
-    trainer = StreamedTrainer(
-        model,
-        args,
-        train_dataset=rows,
-        data_collator=Collator.of(tokenizer),
-        eval_dataset=eval_rows,
-        callbacks=[progress, MetricsFile(output_dir / "metrics.jsonl"), *([tracker] if tracker else [])],
-        counters=stream.counters,
     )
 
     def show_answers(when: str) -> None:
@@ -147,33 +150,54 @@ def run_training(
             sys.stdout.write(f"[{when} training] {text}\n    {said}\n")
         sys.stdout.flush()
 
-    if checkpoint is None:  # a fresh adapter adds zero: this is the base model
-        show_answers("before")
-    failed = True
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.save_model()
-        failed = False
-    except (TrainingError, AdapterError, MicroBatchError) as error:
-        raise JobError(str(error)) from error
-    finally:
-        progress.clear()
-        if tracker:
-            tracker.finish(failed=failed)
-    show_answers("after")
-    lines = read_metrics(output_dir / "metrics.jsonl")
-    plot_losses(lines, output_dir / "loss.png")
-    sys.stdout.write(report(lines, model, output_dir / "adapter"))
+    with _claimed(output_dir, model, checkpoint, config_yaml):
+        trainer = StreamedTrainer(
+            model,
+            args,
+            train_dataset=rows,
+            data_collator=Collator.of(tokenizer),
+            eval_dataset=eval_rows,
+            callbacks=[progress, MetricsFile(output_dir / "metrics.jsonl"), *([tracker] if tracker else [])],
+            counters=stream.counters,
+        )
+        if checkpoint is None:  # a fresh adapter adds zero: this is the base model
+            show_answers("before")
+        failed = True
+        try:
+            try:
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            except NothingLeft:
+                if (output_dir / "adapter").exists():
+                    raise
+                logger.info("Only the adapter was left to write")  # a full disk, or a stop, just before
+            trainer.save_model()
+            failed = False
+        except (TrainingError, AdapterError, MicroBatchError) as error:
+            raise JobError(str(error)) from error
+        finally:
+            progress.clear()
+            if tracker:
+                tracker.finish(failed=failed)
+        show_answers("after")
+        lines = read_metrics(output_dir / "metrics.jsonl")
+        plot_losses(lines, output_dir / "loss.png")
+        sys.stdout.write(report(lines, model, output_dir / "adapter"))
 
 
-def _claim(output_dir: Path, config_yaml: str, *, resuming: bool) -> None:
-    """Make the run's folder ours: create it, clean it, write the configuration."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    path = output_dir / "config.yaml"
-    if resuming:
-        remove_partial(output_dir)
-        _say_what_changed(path, config_yaml)
-    write_whole(path, config_yaml)
+@contextmanager
+def _claimed(output_dir: Path, model: PeftModel, checkpoint: Path | None, config_yaml: str) -> Iterator[None]:
+    """The run's folder is ours, clean and with the configuration; the model is as at `checkpoint`."""
+    with ExitStack() as hold:
+        with explained():
+            if checkpoint is not None:  # one that does not fit must not leave its configuration in the folder
+                load_adapter(model, checkpoint)
+                logger.info("Going on from %s", checkpoint)
+            hold.enter_context(held(output_dir, resume=checkpoint is not None))
+            if checkpoint is not None:
+                remove_partial(output_dir)
+                _say_what_changed(output_dir / "config.yaml", config_yaml)
+            write_whole(output_dir / "config.yaml", config_yaml)
+        yield
 
 
 def _say_what_changed(path: Path, config_yaml: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -11,12 +12,23 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from airtune.model.build import load
 
+logger = logging.getLogger(__name__)
 
-def load_tokenizer(path: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or a hub id. ValueError or OSError when there is none."""
-    if os.path.isabs(path) and not os.path.isdir(path):
-        raise ValueError(f"model.path: there is no folder {path}")
-    return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+def load_tokenizer(
+    path: str, revision: str | None = None, *, trust_remote_code: bool, key: str = "model.path"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or a hub id. ValueError, which names `key`, when there is none."""
+    is_folder = os.path.isdir(path)
+    if os.path.isabs(path) and not is_folder:
+        raise ValueError(f"{key}: there is no folder {path}")
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:  # which often names no file, and never the key
+        what = "its tokenizer cannot be loaded"
+        if not is_folder:
+            what = f"there is no such folder in {os.getcwd()}, nor can it be had from the hub"
+        raise ValueError(f"{key}={path}: {what}: {error}") from error
 
 
 def load_for_use(*, adapter: str | None, **keys: Any) -> PreTrainedModel | PeftModel:
@@ -24,6 +36,7 @@ def load_for_use(*, adapter: str | None, **keys: Any) -> PreTrainedModel | PeftM
 
     Raises ValueError or OSError for what cannot be loaded.
     """
+    logger.info("Loading %s%s", keys["path"], f" with the adapter in {adapter}" if adapter else "")
     return _load(adapter=adapter, **keys).eval()
 
 

@@ -7,7 +7,7 @@ ten times a second; elsewhere (a log file, a cluster) a plain line is logged aft
 
 Tokens per second are those of the last whole step; reading speed and the share of time spent waiting for
 weights are of this step so far. The ETA of the first step assumes that all its visits take equally long;
-later ones know how long a step takes.
+later ones know how long a step takes, until theirs takes longer.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Progress(TrainerCallback):
 
     def _eta_s(self, layers: int, elapsed_s: float) -> float:
         step_s = self._step_s
-        if step_s is None:
+        if (
+            step_s is None or elapsed_s > step_s
+        ):  # one that takes longer than the last says nothing of its end
             step_s = elapsed_s / min(self._visits / (2 * layers * self._passes), 1)
         return max(step_s - elapsed_s, 0) + (self._steps_left - 1) * step_s
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Literal, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from airtune.durable import put
+from airtune.durable import partial_of, put
 from airtune.run.data.encode import encode_prompt
 from airtune.run.data.files import find_files
 from airtune.run.data.forms import FORMS, Conversation, canonical, conversation, has_form
@@ -180,23 +181,17 @@ def _dialogue(row: Row) -> Conversation | None:
     return dialogue
 
 
-def check_output(output: str | None, *, interactive: bool) -> None:
-    """ValueError when no file can be written there: said before a model is loaded."""
-    if output is not None and interactive:
+def check_output(output: str | None, prompts: str | None, *, interactive: bool) -> None:
+    """ValueError when it cannot be written, or is what was just read: said before a model is loaded."""
+    if output is None:
+        return
+    if interactive:
         raise ValueError("output is for answers to prompt or prompts, and neither is given")
-    if output is not None and (Path(output).is_dir() or not Path(output).parent.is_dir()):
+    if Path(output).is_dir() or not Path(output).parent.is_dir():
         raise ValueError(f"output={output}: expected a file in a folder that exists")
-
-
-def what_is_left(output: str | None) -> str:
-    """Where the answers are that a stopped run had written."""
-    if output is None or not _partial(output).exists():
-        return "Nothing was written."
-    return f"The answers so far are in {_partial(output)}."
-
-
-def _partial(output: str) -> Path:
-    return Path(output).with_name(f".{Path(output).name}.partial")
+    asked = [] if prompts is None else [os.path.realpath(file.name) for file in find_files([prompts])]
+    if os.path.realpath(output) in asked:
+        raise ValueError(f"output={output}: the answers would replace the prompts; choose another file")
 
 
 @contextmanager
@@ -205,7 +200,7 @@ def answers_file(output: str | None) -> Iterator[Callable[[Mapping[str, object]]
     if output is None:
         yield lambda line: None
         return
-    partial = _partial(output)
+    partial = partial_of(Path(output))
     with partial.open("w", encoding="utf-8", newline="\n") as stream:
 
         def write(line: Mapping[str, object]) -> None:

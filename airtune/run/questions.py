@@ -112,14 +112,6 @@ def _last_answer(messages: Sequence[Message]) -> int:
     raise ValueError("no turn of the assistant has a text, so there is no answer to compare with")
 
 
-@dataclass(frozen=True)
-class Answers:
-    """In the order of the questions. `base`: with the adapter off, where that was asked for."""
-
-    model: list[str]
-    base: list[str] | None
-
-
 def answer_questions(
     model: Model,
     tokenizer: PreTrainedTokenizerBase,
@@ -129,10 +121,9 @@ def answer_questions(
     max_new_tokens: int,
     compare: bool = False,
     tell: Callable[[str], None] = lambda line: None,
-) -> Answers:
-    """What the model says to each question, greedily, `batch_size` questions at a time.
-
-    compare: also with the adapter off, in the same passes over the weights.
+) -> tuple[list[str], list[str] | None]:
+    """What the model says to each question, greedily, `batch_size` questions at a time; and if `compare`, in
+    the same passes over the weights, what it says with the adapter off.
     """
     prompts = [question.ids for question in questions.all]
     said = continuations(
@@ -145,7 +136,7 @@ def answer_questions(
         compare=compare,
         tell=tell,
     )
-    return Answers(said[: len(prompts)], said[len(prompts) :] if compare else None)
+    return said[: len(prompts)], said[len(prompts) :] if compare else None
 
 
 def continuations(
@@ -164,44 +155,34 @@ def continuations(
     they say otherwise.
     """
     options = {"do_sample": False} | options
+
+    def say(batch: Sequence[Sequence[int]]) -> list[str]:
+        return [answer.text for answer in generate_batch(model, tokenizer, batch, **options)]
+
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     said: dict[int, str] = {}
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         tell(f"answering {first + 1} to {first + len(chosen)} of {len(order)}")
         batch = [prompts[i] for i in chosen]
-        if not compare:
-            said |= zip(chosen, _generate(model, tokenizer, batch, options), strict=True)
-            continue
-        texts = _generate_both(model, tokenizer, batch, options)
-        said |= zip([*chosen, *(len(prompts) + i for i in chosen)], texts, strict=True)
+        texts = _say_both(model, batch, say) if compare else say(batch)
+        places = [*chosen, *(len(prompts) + i for i in chosen if compare)]
+        said |= zip(places, texts, strict=True)
     return [said[i] for i in sorted(said)]
 
 
-def _generate(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: Sequence[Sequence[int]],
-    options: Mapping[str, Any],
-) -> list[str]:
-    return [answer.text for answer in generate_batch(model, tokenizer, batch, **options)]
-
-
-def _generate_both(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: Sequence[Sequence[int]],
-    options: Mapping[str, Any],
+def _say_both(
+    model: Model, batch: Sequence[Sequence[int]], say: Callable[[Sequence[Sequence[int]]], list[str]]
 ) -> list[str]:
     """The texts with the adapter, then those without it."""
     try:
         with _adapter_on_rows(model, len(batch), of=2 * len(batch)):
-            return _generate(model, tokenizer, [*batch, *batch], options)
+            return say([*batch, *batch])
     except _FoldedRows as error:
         logger.info("With and without the adapter are answered one after the other: %s", error)
-    on = _generate(model, tokenizer, batch, options)
+    on = say(batch)
     with without_adapter(model):
-        return on + _generate(model, tokenizer, batch, options)
+        return on + say(batch)
 
 
 class _FoldedRows(Exception):

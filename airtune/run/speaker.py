@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
 
 from airtune.model.stream import stream_of
 from airtune.run.generation import (
@@ -55,10 +56,9 @@ class Speaker:
     stop: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+    def check(self, ids: Sequence[int]) -> None:
         """ValueError when a prompt and its answer do not fit into the model's context."""
-        for ids in prompts:
-            room_for_answers(self.model, [len(ids)], self.max_new_tokens)
+        room_for_answers(self.model, [len(ids)], self.max_new_tokens)
 
     def say(self, ids: Sequence[int], interrupted: Interrupted | None = None) -> Answer:
         """Answer one prompt, writing the text as it comes. `interrupted` may end it early."""
@@ -73,18 +73,18 @@ class Speaker:
         self.err.write(f"[{watch.account([answer])}, finish: {answer.finish}]\n")
         return answer
 
-    def say_all(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-        """Answer several prompts in one batch, writing nothing but how fast it went."""
+    def say_all(self, prompts: Sequence[Sequence[int]], title: str) -> list[Answer]:
+        """Answer several prompts in one batch, writing nothing but how fast it went, under `title`."""
         watch = _Watch(self, silent_with_text=False)
         answers = self._generate(prompts, watch)
-        self.err.write(f"[{len(prompts)} answers: {watch.account(answers)}]\n")
+        self.err.write(f"[{title}: {watch.account(answers)}]\n")
         return answers
 
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
         watch: _Watch,
-        streamer: TextStreamer | None = None,
+        streamer: BaseStreamer | None = None,
         interrupted: Interrupted | None = None,
     ) -> list[Answer]:
         with watch:
@@ -147,8 +147,12 @@ class _Watch:
         return ", ".join(parts)
 
 
-class _AnswerText(TextStreamer):
-    """Writes an answer as it grows, up to the first stop text."""
+class _AnswerText(BaseStreamer):
+    """Writes an answer as it grows, up to the first stop text.
+
+    A token's text is not its own: a space is dropped where a text begins, and a character may be several
+    tokens. So what a token adds is looked up behind the tokens that were written last.
+    """
 
     def __init__(
         self,
@@ -157,25 +161,43 @@ class _AnswerText(TextStreamer):
         stop: Sequence[str],
         on_first_token: Callable[[], None],
     ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._out, self._stop, self._on_first_token = out, stop, on_first_token
+        self._tokenizer, self._out, self._stop = tokenizer, out, stop
+        self._on_first_token = on_first_token
+        self._ids: list[int] = []
+        self._begin = self._end = 0  # the tokens between the two were written last
         self._held = ""
-        self._begun = self._stopped = False
+        self._prompt_seen = self._stopped = False
 
     def put(self, value: Tensor) -> None:
-        if not self.next_tokens_are_prompt and not self._begun:
-            self._begun = True
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if not self._ids:
             self._on_first_token()
-        super().put(value)
+        self._ids += value.flatten().tolist()
+        self._grow(at_end=False)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+    def end(self) -> None:
+        self._grow(at_end=True)
+
+    def _grow(self, *, at_end: bool) -> None:
+        written, text = self._text(self._ids[self._begin : self._end]), self._text(self._ids[self._begin :])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not at_end:
+            return  # a character that lacks some of its bytes
+        self._begin, self._end = self._end, len(self._ids)
+        self._write(text[len(written) :], at_end=at_end)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _write(self, text: str, *, at_end: bool) -> None:
         if self._stopped:
             return
         self._held += text
         place = first_stop(self._held, self._stop)
         self._stopped = place >= 0
         ready = place if self._stopped else len(self._held)
-        if not (self._stopped or stream_end):
+        if not (self._stopped or at_end):
             ready -= _started(self._held, self._stop)
         self._out.write(self._held[:ready])
         self._out.flush()

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
+from airtune.durable import write_whole
+
 if TYPE_CHECKING:
     from wandb import Run
 
@@ -97,9 +99,7 @@ class MetricsFile(TrainerCallback):
         kept = b"".join(line for line in old if _step_of(line) <= state.global_step)
         self._good_nbytes = len(kept)
         self._unwritten = []
-        cut = self.path.with_name(f".{self.path.name}.partial")
-        cut.write_bytes(kept)
-        cut.replace(self.path)
+        write_whole(self.path, kept)
 
     def on_log(
         self,

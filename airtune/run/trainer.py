@@ -21,12 +21,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -35,8 +37,7 @@ from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 from airtune.model.adapter_io import atomic_folder, load_adapter, save_adapter, write_adapter
 from airtune.model.scoring import score_batch
 from airtune.run.arguments import refuse_unsupported
-from airtune.run.data.batches import Batch, TokenRows, name_rows, supervised_count, token_count
-from airtune.run.data.order import RowsByLength
+from airtune.run.data.batches import Batch, RowsByLength, TokenRows, name_rows, supervised_count, token_count
 from airtune.run.evaluation import RowScore, row_scores, totals
 from airtune.run.tracking import StepMeter
 
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 class TrainingError(RuntimeError):
     """The run cannot go on; its text is complete. The adapter is as it was after the last whole step."""
+
+
+class NothingLeft(TrainingError):
+    """The checkpoint to go on from is at the run's last step."""
 
 
 class StreamedTrainer(Trainer):
@@ -135,6 +140,11 @@ class StreamedTrainer(Trainer):
         self.meter.begin()
         batches: list[Batch] = super().get_batch_samples(epoch_iterator, num_batches, device)[0]
         self._step_batches = batches
+        if not batches:
+            raise TrainingError(
+                f"step {self._step}: there is no batch: with dataloader_drop_last, {len(self._train_rows)} "
+                f"rows do not fill one of per_device_train_batch_size={self.args.train_batch_size}"
+            )
         for batch in batches:
             if supervised_count(batch) == 0:
                 raise TrainingError(
@@ -245,13 +255,36 @@ class StreamedTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
+        logger.info("The adapter is that of the best checkpoint, %s", self.state.best_model_checkpoint)
         load_adapter(self._peft_model, Path(self.state.best_model_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The optimizer's moments and the schedule's position; rates and decay are those asked for now.
+
+        By itself the Trainer keeps the old peak, and takes one step at the rate of the old schedule.
+        """
+        names = ("initial_lr", "weight_decay", "betas", "eps")
+        asked = [{name: group[name] for name in names if name in group} for group in self._groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = self.lr_scheduler
+        if checkpoint is None or not isinstance(schedule, LambdaLR):  # other schedules are what has happened
+            return
+        schedule.base_lrs = [options["initial_lr"] for options in asked]
+        for group, options, share in zip(self._groups, asked, schedule.lr_lambdas, strict=True):
+            group |= options | {"lr": options["initial_lr"] * share(schedule.last_epoch)}
+        schedule._last_lr = [group["lr"] for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        assert self.optimizer is not None
+        return self.optimizer.param_groups
 
     def _init_training_state(self, max_steps: int, *args: object) -> tuple[int, int]:
         position: tuple[int, int] = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)  # not how often the checkpoint's run logged and saved
         # Without this a run that resumes at its end takes one step too many.
         if self.state.global_step >= max_steps:
-            raise TrainingError(
+            raise NothingLeft(
                 f"nothing left to train: the checkpoint is at step {self.state.global_step} of {max_steps}; "
                 "raise max_steps or num_train_epochs to go on"
             )

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 )
 
 from airtune.weights.header import CheckpointError, StoredTensor, listed, read_header
-from airtune.weights.manifest import check_store
+from airtune.weights.packed.manifest import check_store
 from airtune.weights.supported import SUPPORTED, read_json, refuse_packed, refuse_storage
 
 __all__ = ["Checkpoint", "CheckpointError", "StoredTensor"]

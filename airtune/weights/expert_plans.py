@@ -19,8 +19,9 @@ import torch
 
 from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.image import LayerImage
-from airtune.weights.layout import Conversion, TensorPlan, source_number
+from airtune.weights.layout import source_number
 from airtune.weights.pieces import Piece, cut_pieces
+from airtune.weights.plans import Conversion, TensorPlan
 
 # Fewer experts than this are hardly ever routed between: heads, directions or shared experts, used together.
 LEAST_EXPERTS = 4
@@ -67,17 +68,17 @@ class ExpertImages(Sequence[LayerImage]):
     def __init__(self, groups: Sequence[ExpertGroup], *, map_files: bool) -> None:
         self._groups, self._map_files = groups, map_files
         self._starts = list(accumulate((group.count for group in groups), initial=0))
-        self._made: dict[int, tuple[LayerImage, tuple[str, ...]]] = {}
+        self._made: dict[int, LayerImage] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> LayerImage:  # type: ignore[override]
-        return self._image(index)[0]
-
-    def names(self, index: int) -> tuple[str, ...]:
-        """Module tensors of the expert, in the order of its image's tensors."""
-        return self._image(index)[1]
+        if index not in self._made:
+            group = self.group_of(index)
+            plans = self._groups[group].plans(index - self._starts[group])
+            self._made[index] = LayerImage.of(plans.values(), map_files=self._map_files)
+        return self._made[index]
 
     def group_of(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1
@@ -85,16 +86,6 @@ class ExpertImages(Sequence[LayerImage]):
     def first(self, group: int) -> int:
         """Index of the group's first expert."""
         return self._starts[group]
-
-    def _image(self, index: int) -> tuple[LayerImage, tuple[str, ...]]:
-        if index not in self._made:
-            group = self.group_of(index)
-            plans = self._groups[group].plans(index - self._starts[group])
-            image = LayerImage.of(plans.values(), map_files=self._map_files)
-            name_of = {id(plan): name for name, plan in plans.items()}
-            order = (*image.mapped, *(region.plan for region in image.packed))
-            self._made[index] = (image, tuple(name_of[id(plan)] for plan in order))
-        return self._made[index]
 
 
 def can_be_cut(plan: TensorPlan) -> bool:

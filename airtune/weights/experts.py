@@ -30,8 +30,8 @@ from airtune.weights.counters import Counters
 from airtune.weights.expert_plans import ExpertGroup, ExpertImages
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import view_stored
-from airtune.weights.layout import TensorPlan
 from airtune.weights.lazy import LazyTensor, WeightSource
+from airtune.weights.plans import TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.transport import Slot, Transport
 from airtune.weights.workers import workers
@@ -90,7 +90,7 @@ class ExpertWindow:
         self._present: OrderedDict[int, Slot] = OrderedDict()  # the one used longest ago comes first
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
         self._filling: dict[int, Future[tuple[int, int]]] = {}
-        self._active: Counter[int] = Counter()
+        self._active = [0] * len(self._images)
         self._routes: dict[int, list[int]] = {}
         self._last: int | None = None
         # Hooks on adapters' gradients run in the device's own autograd thread; what they call comes here too.
@@ -166,19 +166,19 @@ class ExpertWindow:
         Raises:
             CheckpointError, OSError: they cannot be read.
         """
-        with self._lock:
-            self._active[index] += 1
-            try:
-                slot, tensors = self._obtain(index), self._tensors[index]
-            except BaseException:
-                self._active[index] -= 1
-                raise
+        counted = 0
         try:
-            yield tensors
-        finally:
-            slot.release()
             with self._lock:
-                self._active[index] -= 1
+                self._active[index] += 1
+                counted = 1  # Ctrl-C may come between any two lines
+                slot, tensors = self._obtain(index), self._tensors[index]
+            try:
+                yield tensors
+            finally:
+                slot.release()
+        finally:
+            with self._lock:
+                self._active[index] -= counted
 
     def close(self) -> None:
         """Stop the background thread and give the places back."""
@@ -250,12 +250,14 @@ class ExpertWindow:
         return self._present.pop(index)
 
     def _wait_filled(self, index: int) -> None:
-        if (filling := self._filling.pop(index, None)) is not None:
+        if (filling := self._filling.get(index)) is not None:
             try:
                 read, copied = filling.result()
             except BaseException:
                 del self._present[index], self._tensors[index]  # they hold nothing: the next use reads again
                 raise
+            finally:
+                del self._filling[index]
             self._counters.bytes_read += read
             self._counters.bytes_copied += copied
 

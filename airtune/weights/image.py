@@ -22,15 +22,15 @@ import torch
 
 from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
-from airtune.weights.layout import Conversion, TensorPlan
 from airtune.weights.lazy import LazyTensor
 from airtune.weights.packed.decode import Decoded
+from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.reader import ByteRange, ByteReader
 
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A source of a packed tensor: where its bytes begin in the buffer."""
 
@@ -39,7 +39,7 @@ class Stored:
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """One tensor of the image: its plan, and where its bytes begin in the buffer.
 
@@ -71,13 +71,8 @@ class Region:
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of `buffer` (uint8); a packed one decodes such views when it is used."""
         if not self.plan.packed:
-            return _view(buffer, self.offset, self.plan.nbytes).view(self.plan.dtype).view(self.plan.shape)
-        views = {
-            part.key: _view(buffer, part.offset, part.tensor.nbytes)
-            .view(part.tensor.dtype)
-            .view(part.tensor.shape)
-            for part in self.parts
-        }
+            return _view(buffer, self.offset, self.plan)
+        views = {part.key: _view(buffer, part.offset, part.tensor) for part in self.parts}
         return _decoded_when_used(self.plan, views)
 
     def ranges(self) -> list[ByteRange]:
@@ -96,8 +91,9 @@ def _aligned(offset: int) -> int:
     return math.ceil(offset / _ALIGNMENT) * _ALIGNMENT
 
 
-def _view(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    return buffer[offset : offset + nbytes]
+def _view(buffer: torch.Tensor, offset: int, like: TensorPlan | StoredTensor) -> torch.Tensor:
+    """The tensor of the shape and dtype of `like` whose bytes begin at `offset`."""
+    return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _decoded_when_used(plan: TensorPlan, sources: Mapping[str, torch.Tensor]) -> LazyTensor:
@@ -127,9 +123,7 @@ class LayerImage:
 
     @classmethod
     def of(cls, plans: Iterable[TensorPlan], *, map_files: bool) -> LayerImage:
-        """Lay out a layer. `map_files` when the device reads host memory, so that views of the file will
-        do.
-        """
+        """Lay out a layer. `map_files` when the device reads host memory: views of the file will do."""
         mapped, packed, end = [], [], 0
         for plan in plans:
             if map_files and can_be_mapped(plan):
@@ -141,6 +135,10 @@ class LayerImage:
         sources = {(s.file, s.offset): s for region in packed for s in _sources(region.plan)}
         read_nbytes = sum(source.nbytes for source in sources.values())
         return cls(tuple(mapped), tuple(packed), end, read_nbytes, ranges)
+
+    def names(self) -> list[str]:
+        """Module tensors, in the order mapped, then packed."""
+        return [plan.name for plan in (*self.mapped, *(region.plan for region in self.packed))]
 
     @property
     def mapped_nbytes(self) -> int:
@@ -195,17 +193,14 @@ class Filling:
                 flat[piece.into // size : (piece.into + piece.nbytes) // size].copy_(part)
             return
         if plan.conversion not in self._converted:
-            # The cast comes first, as in transformers' own loading, so that the result is the same to the
-            # bit.
+            # The cast comes first, as when transformers loads, so that the result is the same to the bit.
             sources = {key: self._files.tensor(s).to(plan.dtype) for key, _, s in plan.conversion.sources}
             self._converted[plan.conversion] = plan.conversion.convert(sources)
         target.copy_(self._converted[plan.conversion][plan.output])
 
 
 def _clipped(whole: ByteRange, start: int, stop: int) -> ByteRange | None:
-    """The part of a range that lands in bytes [start, stop) of the image, for a buffer that begins at
-    `start`.
-    """
+    """The part of a range that lands in bytes [start, stop) of the image, in a buffer that begins there."""
     first, last = max(start, whole.into), min(stop, whole.into + whole.nbytes)
     if first >= last:
         return None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -48,8 +49,6 @@ from airtune.weights.pieces import Piece, trace_pieces
 from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.stand_in import StandIn
 
-__all__ = ["Conversion", "TensorPlan", "plan_weights", "source_number"]
-
 
 def plan_weights(
     model: PreTrainedModel, checkpoint: Mapping[str, StoredTensor], scheme: Scheme | None = None
@@ -76,7 +75,7 @@ def plan_weights(
                 f"{conversion.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
                 "Check that config.json and the weights belong together."
             ) from error
-        pieces = _pieces(conversion, model)
+        pieces = _pieces(conversion)
         for name, value in outputs.items():
             if name not in wanted:
                 unused.append(name)
@@ -94,11 +93,11 @@ def plan_weights(
     }
 
 
-def _pieces(conversion: Conversion, model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+def _pieces(conversion: Conversion) -> dict[str, tuple[Piece, ...]]:
     sources = [(pattern, stored) for _, pattern, stored in conversion.sources]
     if conversion.decoder is not None or len({stored.dtype for _, stored in sources}) > 1:
         return {}
-    return trace_pieces(conversion.target, sources, conversion.converter, model)
+    return trace_pieces(conversion.target, sources, conversion.converter, conversion.asked.config)
 
 
 def _on_meta(stored: StoredTensor) -> torch.Tensor:
@@ -125,15 +124,16 @@ def _group_sources(
         if scheme is not None and key.rpartition(".")[2] in scheme.unread:
             continue
         target, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if target not in wanted and key in wanted:
-            target, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
+        if target not in wanted and key in wanted:  # it was stored under the newer name
+            target, pattern = key, None
         if target not in wanted:
             unused.append(target)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((key, pattern or key, checkpoint[key]))
+    asked = StandIn(model.config, wanted)
     made = [
-        _conversion(target, sources, converter, scheme, StandIn(model.config, wanted))
+        _conversion(target, sources, converter, scheme, asked)
         for target, (converter, sources) in groups.items()
     ]
     return made, unused
@@ -149,28 +149,28 @@ def _conversion(
     asked = model
     if scheme is not None and converter is not None and decodes(converter):
         if is_packed(scheme, sources):
-            asked = Decoder.of(model, read_described(scheme, sources))
+            asked = Decoder(model.config, model.wanted, read_described(scheme, sources))
         else:  # stored as it is, among others that are packed
             converter = without_decoding(converter)
             sources = [(key, pattern if converter else key, stored) for key, pattern, stored in sources]
-    _check_sources(target, converter, [(key, pattern) for key, pattern, _ in sources])
+    _check_sources(target, converter, sources)
     if asked is model:
         refuse_undecoded(target, model.get_parameter(target).dtype, sources)
     return Conversion(target, tuple(sources), converter, asked)
 
 
-def _check_sources(target: str, converter: WeightConverter | None, sources: list[tuple[str, str]]) -> None:
+def _check_sources(target: str, converter: WeightConverter | None, sources: Sequence[Source]) -> None:
     """One tensor for one place; and where a list is stacked, every number of it, for every part.
 
     transformers stacks whatever it finds: a list with a gap would be shifted without a word.
     """
     if converter is None:
         if len(sources) > 1:
-            keys = ", ".join(key for key, _ in sources)
+            keys = ", ".join(key for key, _, _ in sources)
             raise CheckpointError(f"the checkpoint has more than one tensor for {target}: {keys}")
         return
     numbers: dict[str, dict[int, str]] = {}  # {pattern: {number: key}}
-    for key, pattern in sources:
+    for key, pattern, _ in sources:
         if "*" in pattern:
             found = _numbered(pattern).search(key)
             if found is None:
@@ -235,6 +235,7 @@ def source_number(key: str, pattern: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+@cache
 def _numbered(pattern: str) -> re.Pattern[str]:
     """A source pattern, with its `*` as a number."""
     return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -27,11 +27,9 @@ from airtune.weights.checkpoint import StoredTensor
 _MAX_PIECES_PER_SOURCE = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """`nbytes` bytes of a checkpoint tensor, from `offset` in it, that land at `into` in the module
-    tensor.
-    """
+    """`nbytes` bytes of a checkpoint tensor, from its `offset`, that land at `into` in the module tensor."""
 
     source: StoredTensor
     offset: int
@@ -41,9 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Virtual:
-    """A tensor that was not computed: its shape, and the pieces of checkpoint tensors that it would
-    consist of.
-    """
+    """A tensor that was not computed: its shape, and the pieces that it would consist of."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -57,7 +53,7 @@ def trace_pieces(
     target: str,
     sources: Sequence[tuple[str, StoredTensor]],
     converter: WeightConverter | None,
-    model: PreTrainedModel,
+    config: PreTrainedConfig | None,
 ) -> dict[str, tuple[Piece, ...]]:
     """{module tensor name: pieces} when all that the converter does is to move whole runs of bytes; else {}.
 
@@ -65,6 +61,7 @@ def trace_pieces(
         target: the module tensor that transformers files the conversion under.
         sources: (source pattern, stored tensor), all of one dtype, in the order that the converter expects.
         converter: None for a plain copy under another name.
+        config: the model's; some conversions depend on it.
     """
     itemsize = sources[0][1].dtype.itemsize
     state: dict[str, list[_Virtual]] = {}
@@ -74,7 +71,7 @@ def trace_pieces(
     if converter is None:
         return {target: next(iter(state.values()))[0].pieces}
     for operation in converter.operations:
-        traced = _trace_operation(operation, state, converter, itemsize, model)
+        traced = _trace_operation(operation, state, converter, itemsize, config)
         if traced is None:
             return {}
         state = traced
@@ -98,7 +95,7 @@ def _trace_operation(
     state: dict[str, list[_Virtual]],
     converter: WeightConverter,
     itemsize: int,
-    model: PreTrainedModel,
+    config: PreTrainedConfig | None,
 ) -> dict[str, list[_Virtual]] | None:
     targets = converter.target_patterns
     if type(operation) is MergeModulelist and operation.dim == 0:
@@ -111,7 +108,7 @@ def _trace_operation(
         joined = _concatenate(ordered, operation.dim % len(ordered[0].shape), itemsize)
         return None if joined is None else {targets[0]: [joined]}
     if type(operation) is Chunk and operation.dim == 0 and len(state) == 1:
-        names = operation.get_target_patterns(targets, config=model.config)
+        names = operation.get_target_patterns(targets, config=config)
         return _chunk(next(iter(state.values()))[0], names, itemsize)
     return None
 
@@ -157,9 +154,7 @@ def _shift(piece: Piece, by: int) -> Piece:
 
 
 def cut_pieces(pieces: Iterable[Piece], start: int, end: int) -> tuple[Piece, ...]:
-    """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins at
-    `start`.
-    """
+    """The bytes [start, end) of the tensor that `pieces` make, as pieces of a tensor that begins there."""
     kept = []
     for piece in pieces:
         lo, hi = max(start, piece.into), min(end, piece.into + piece.nbytes)

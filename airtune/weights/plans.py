@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from airtune.weights.pieces import Piece
 from airtune.weights.stand_in import StandIn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Conversion:
     """Checkpoint tensors that make one or more module tensors together.
 
@@ -44,11 +44,9 @@ class Conversion:
         return self.asked if isinstance(self.asked, Decoder) else None
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run transformers' own operations on {checkpoint key: tensor}; returns {module tensor name:
-        tensor}.
-        """
+        """transformers' own operations on {checkpoint key: tensor}; returns {module tensor name: tensor}."""
         if self.decoder is not None:
-            tensors = ChainMap(self.decoder.described, {**tensors})
+            tensors = {**tensors, **self.decoder.described}
         if self.converter is None:
             return {self.target: tensors[self.sources[0][0]]}
         # Tensors are collected in it. Its operations stay as they are: they may hold a whole quantizer.
@@ -69,7 +67,7 @@ class Conversion:
         return [(key, stored) for key, _, stored in self.sources if not self.is_read(key)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """How one module tensor is made.
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ from transformers import PreTrainedModel
 from airtune.weights.counters import Counters
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import LayerImage, view_stored
-from airtune.weights.layout import TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.schedule import Direction, Route, Stop
 from airtune.weights.transport import Slot, Transport
@@ -77,21 +75,12 @@ class Binding:
 
 @dataclass(frozen=True)
 class Layer:
-    """A streamed layer: its image, and its tensors' plans under the names that the model has for them.
-
-    Args:
-        lazy: parameters that are not in the image, because each is brought when it is used (experts).
+    """A streamed layer: its image, and {name: parameter} of those that are not in the image, because each is
+    brought when it is used (experts, tables).
     """
 
     image: LayerImage
-    plans: Mapping[str, TensorPlan]
     lazy: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def names(self) -> list[str]:
-        """In the image's order: mapped, then packed."""
-        by_plan = {id(plan): name for name, plan in self.plans.items()}
-        image = self.image
-        return [by_plan[id(plan)] for plan in (*image.mapped, *(region.plan for region in image.packed))]
 
 
 class Residency:
@@ -128,16 +117,12 @@ class Residency:
         self._images = [layer.image for layer in layers]
         # Of experts there are hundreds of thousands; and a module may be known by two names.
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._bindings = [[Binding.find(modules, name) for name in layer.names()] for layer in layers]
-        for bindings in self._bindings:
-            for binding in bindings:
-                binding.put(binding.placeholder)
+        self._bindings = [[Binding.find(modules, name) for name in image.names()] for image in self._images]
         self._lazy = [
             [(Binding.find(modules, name), tensor) for name, tensor in layer.lazy.items()] for layer in layers
         ]
-        for lazies in self._lazy:
-            for binding, _ in lazies:
-                binding.put(binding.placeholder)
+        for index in range(len(layers)):
+            self._take_off(index)
         self._mapped = [[view_stored(plan, files) for plan in image.mapped] for image in self._images]
         self._files = files
         self._route = Route(len(layers))
@@ -152,7 +137,7 @@ class Residency:
         self._fills = itertools.count(1)
         # Autograd may start on another graph while a layer's backward is under way: visits can be nested. And
         # what hooks on adapters' gradients call runs in the device's own autograd thread, beside a visit.
-        self._active: Counter[int] = Counter()
+        self._active = [0] * len(layers)
         self._lock = threading.RLock()  # for what a visit changes here; never held while a layer computes
         self._closed = False
 
@@ -167,15 +152,17 @@ class Residency:
             CheckpointError, OSError: the weights can no longer be read.
             RuntimeError: after `close`.
         """
-        started = time.perf_counter()
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the stream of this model is closed: its layers have no weights any more")
-            self._route.arrive(Stop(index, direction))
-            self.counters.visits += 1
-            self._active[index] += 1
+        started, counted = time.perf_counter(), 0
         try:
             with self._lock:
+                if self._closed:
+                    raise RuntimeError(
+                        "the stream of this model is closed: its layers have no weights any more"
+                    )
+                self._route.arrive(Stop(index, direction))
+                self.counters.visits += 1
+                self._active[index] += 1
+                counted = 1  # Ctrl-C may come between any two lines
                 slot = self._obtain(index)
                 entered = time.perf_counter()
                 self.counters.stall_s += entered - started
@@ -190,7 +177,7 @@ class Residency:
                 self.counters.compute_s += time.perf_counter() - entered - waited_s
         finally:
             with self._lock:
-                self._active[index] -= 1
+                self._active[index] -= counted
                 if not self._active[index]:
                     self._take_off(index)
 
@@ -249,12 +236,14 @@ class Residency:
         return slot
 
     def _wait_filled(self, index: int) -> None:
-        if (filling := self._filling.pop(index, None)) is not None:
+        if (filling := self._filling.get(index)) is not None:
             try:
                 read, copied = filling.result()
             except BaseException:
                 del self._present[index]  # what it holds is nothing: the next visit reads again
                 raise
+            finally:
+                del self._filling[index]
             self.counters.bytes_read += read
             self.counters.bytes_copied += copied
 

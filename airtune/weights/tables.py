@@ -29,10 +29,10 @@ import torch
 
 from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
-from airtune.weights.layout import TensorPlan
 from airtune.weights.lazy import WeightSource
 from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.pieces import Piece
+from airtune.weights.plans import TensorPlan
 from airtune.weights.reader import ByteRange
 
 # Of so many places in a lookup it is asked whether they are in memory; if these are, the rest is taken to be.

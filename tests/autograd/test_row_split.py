@@ -74,7 +74,7 @@ def test_no_slice_has_rows_of_both_sides_of_a_cut(
 
 
 def prove(layer: Callable[[Tensor], list[Tensor]], x: Tensor = X) -> tuple[bool, ...]:
-    return prove_split(lambda rows: layer(x[rows]), RowSplit.of([x], len(x), 2), "layer 3")
+    return prove_split(lambda rows: layer(x[rows]), RowSplit.of([x], len(x), 2), 0, "layer 3")
 
 
 def test_rows_that_mind_their_own_business() -> None:
@@ -148,7 +148,7 @@ def test_a_layer_that_needs_the_whole_batch_is_refused() -> None:
 def test_a_layer_without_a_batch_is_refused() -> None:
     split = RowSplit.of([torch.zeros(1, 5), 5], 5, 2)
     with pytest.raises(MicroBatchError, match="none of its inputs has the batch"):
-        prove_split(lambda rows: [], split, "layer 3")
+        prove_split(lambda rows: [], split, 0, "layer 3")
 
 
 def test_the_refusal_is_a_value_error() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from inspect import CO_GENERATOR
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,15 +25,15 @@ from torch.utils._pytree import tree_map
 from airtune.autograd.layer_run import Lists
 from airtune.autograd.row_split import MicroBatchError, Variant
 from airtune.autograd.streamed_layer import Direction, StreamedLayer
+from tests.sim import Simulator
 
 
 class FakeWeights:
     """Frozen parameters are on meta except in a visit; equal tokens say that they stayed where they were."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, module: nn.Module, *, moved: bool = True) -> None:
-        owners = [(owner, leaf) for owner in module.modules() for leaf in owner._parameters]
+    def __init__(self, module: nn.Module, *, moved: bool = True, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        owners = [(owner, leaf) for owner in module.to(device).modules() for leaf in owner._parameters]
         frozen = [(o, leaf, o._parameters[leaf]) for o, leaf in owners]
         self.frozen = [(o, leaf, p) for o, leaf, p in frozen if p is not None and not p.requires_grad]
         self.visits: list[Direction] = []
@@ -79,8 +82,9 @@ class Fn(nn.Module):
         return self.function(self.scale, *args, **kwargs)
 
 
-def stream(module: nn.Module, *, moved: bool = True, **options: Any) -> StreamedLayer:
-    return StreamedLayer(module, "layer 3", module.forward, FakeWeights(module, moved=moved), **options)
+def stream(module: nn.Module, *, moved: bool = True, device: str = "cpu", **options: Any) -> StreamedLayer:
+    weights = FakeWeights(module, moved=moved, device=device)
+    return StreamedLayer(module, "layer 3", module.forward, weights, **options)
 
 
 def naive(module: nn.Module, rows: int, size: int | None, *args: Any, **kwargs: Any) -> Any:
@@ -266,17 +270,23 @@ def test_a_float_output_without_gradient_has_none(size: int | None) -> None:
     assert_close(gradients(weighted(got * cut), x), gradients(weighted(x * module.scale * cut), x))
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim:0"])
 @pytest.mark.parametrize("size", SIZES)
-def test_an_input_shared_by_all_rows(size: int | None) -> None:
+def test_an_input_shared_by_all_rows(sim: Simulator, size: int | None, device: str) -> None:
     """A bias for positions, [1, 4], is passed whole; its gradient is the sum over the micro-batches."""
     module, x, shared = Fn(lambda scale, x, shared: (x + shared).sin() * scale), batch(5), batch(1, seed=1)
     want = gradients(weighted(module(x, shared)), x, shared, module.scale)
-    got = stream(module, micro_batch_size=size)((x,), {"shared": shared}, 5)
-    assert_close(gradients(weighted(got), x, shared, module.scale), want)
+    got = stream(module, device=device, micro_batch_size=size)((x,), {"shared": shared}, 5)
+    assert_close(on_host(gradients(weighted(got), x, shared, module.scale)), want)
 
 
+def on_host(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(grad if grad is None else grad.cpu() for grad in grads)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:0"])
 @pytest.mark.parametrize("size", SIZES)
-def test_an_output_shared_by_all_rows(size: int | None) -> None:
+def test_an_output_shared_by_all_rows(sim: Simulator, size: int | None, device: str) -> None:
     """What every micro-batch makes whole counts once."""
     module, x, shared = (
         Fn(lambda scale, x, shared: (x * scale, shared.exp() * scale)),
@@ -288,9 +298,9 @@ def test_an_output_shared_by_all_rows(size: int | None) -> None:
         return weighted(rows * whole)
 
     want = gradients(loss(*module(x, shared)), x, shared, module.scale)
-    rows, whole = stream(module, micro_batch_size=size)((x, shared), {}, 5)
+    rows, whole = stream(module, device=device, micro_batch_size=size)((x, shared), {}, 5)
     assert rows.shape == (5, 4) and whole.shape == (1, 4)
-    assert_close(gradients(loss(rows, whole), x, shared, module.scale), want)
+    assert_close(on_host(gradients(loss(rows, whole), x, shared, module.scale)), want)
 
 
 @pytest.mark.parametrize("size", [None, 2])
@@ -525,15 +535,13 @@ def test_rows_cannot_be_run_otherwise_with_gradients_or_beside_an_object() -> No
                 layer((x,), others, rows)
 
 
-def test_one_row_beside_itself_proves_nothing_for_others() -> None:
-    """It is right by itself: each of its rows is run alone."""
-    module = Fn(lambda scale, x: x * scale + x.mean(0))  # mixes rows; equal ones are not changed by it
-    layer, x = stream(module, variant=Variant(1, nullcontext)), batch(1).detach()
-    with torch.no_grad():
-        assert_close(layer((torch.cat([x, x]),), {}, 2), torch.cat([module(x), module(x)]))
-        layer.variant = Variant(2, nullcontext)
-        with pytest.raises(MicroBatchError, match="two rows is not"):
-            layer((batch(4).detach(),), {}, 4)
+def test_equal_rows_prove_nothing_for_others() -> None:
+    """They are right by themselves: what mixes rows does not change equal ones."""
+    module = Fn(lambda scale, x: x * scale + x.mean(0))
+    layer, x = stream(module, micro_batch_size=1), batch(4).detach()
+    assert_close(layer((x[[0, 0]],), {}, 2), module(x[[0, 0]]))
+    with pytest.raises(MicroBatchError, match="two rows is not"):
+        layer((x[[0, 0, 0, 3]],), {}, 4)
 
 
 # --- which gradients, how often -----------------------------------------------------------------------------
@@ -708,6 +716,28 @@ def test_an_input_that_the_layer_changes_is_an_error() -> None:
         stream(module)((batch(3), torch.ones(3, 4)), {})
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("device", ["cpu", "sim:0"])
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_state_that_the_layer_goes_on_from(
+    sim: Simulator, size: int | None, device: str, mode: Callable[[], Any]
+) -> None:
+    """Without gradients; models without attention keep one so, and write to it in place."""
+
+    def function(scale: Tensor, x: Tensor, state: list[Tensor]) -> Tensor:
+        state[0][:, 1].add_(x * scale)
+        return state[0][:, 1] * 1
+
+    layer = stream(Fn(function), device=device, micro_batch_size=size)
+    with mode():
+        x, state = batch(5).detach().clone(), [torch.zeros(5, 2, 4, dtype=torch.float64)]
+        for _ in range(3):
+            got = layer((x, state), {}, 5)
+    want = 3 * x * torch.linspace(0.5, 1.5, 4, dtype=x.dtype)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(state[0][:, 1], want)
+
+
 def test_an_input_that_the_caller_changes_is_an_error() -> None:
     module, x = Fn(lambda scale, x: x * scale), batch(3)
     hidden = x * 2
@@ -765,6 +795,31 @@ def test_an_error_in_the_layer_leaves_nothing_behind(backward: bool) -> None:
     assert layer((x,), {}).requires_grad, "the next step is an ordinary one"
 
 
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    """As any function is about to begin, which is where Python takes notice of Ctrl-C."""
+    x, at, calls = batch(3), 0, 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        # Not in a generator, which may be one that is closed: then the interrupt has nobody to go to.
+        calls += not frame.f_code.co_flags & CO_GENERATOR
+        if calls == at:
+            raise KeyboardInterrupt
+
+    while calls == at:
+        module, at, calls = Lora().double(), at + 1, 0
+        layer, own = stream(module), [module.down.weight, module.up.weight]
+        try:
+            sys.settrace(count)
+            weighted(layer((x,), {}, 3)).backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert [module.down.weight, module.up.weight] == own
+        assert_equal(gradients((x * x).sum(), x), (2 * x.detach(),))
+
+
 def test_a_failed_proof_leaves_every_module_in_its_mode() -> None:
     off = nn.Sequential(nn.Dropout(0.5), Fn(lambda scale, x: x * scale - x.mean(0))).eval()
     off[0].train()
@@ -818,6 +873,20 @@ def test_ragged_outputs_are_refused() -> None:
     module = Fn(lambda scale, x, mask: x[mask] * scale)
     with pytest.raises(MicroBatchError):
         stream(module, micro_batch_size=1)((batch(3, 4, 4), mask_BS), {}, 3)
+
+
+def test_parameters_that_were_lent_are_given_back() -> None:
+    """Backward comes when the module has its own again, or others."""
+    module, x = Lora().double(), batch(3)
+    layer, own = stream(module), dict(module.named_parameters())
+    lent = {"down.weight": (2 * own["down.weight"].detach()).requires_grad_()}
+    streamed = nn.Module()
+    streamed.inner, streamed.forward = module, lambda x: layer((x,), {})  # type: ignore[method-assign]
+    got = torch.func.functional_call(streamed, {f"inner.{n}": p for n, p in lent.items()}, (x,))
+    grads = gradients(weighted(got), x, lent["down.weight"])
+    assert all(p is own[n] for n, p in module.named_parameters() if p.requires_grad)
+    module.down.weight = nn.Parameter(lent["down.weight"].detach())
+    assert_equal(gradients(weighted(layer((x,), {})), x, module.down.weight), grads)
 
 
 class Box:
@@ -874,9 +943,10 @@ def test_another_mode_in_backward_is_an_error() -> None:
 def test_a_parameter_without_values_is_an_error() -> None:
     """torch itself would multiply with whatever is in memory."""
     module = Lora().double()
+    layer = stream(module)
     module.up.to("meta")
     with pytest.raises(RuntimeError, match="has no values"):
-        stream(module)((batch(3),), {})
+        layer((batch(3),), {})
 
 
 class Half(nn.Module):
@@ -919,8 +989,10 @@ def test_an_adapter_computes_in_bf16_beside_a_bf16_weight(size: int | None, keep
     assert_equal(list(got[1:]), sums)
 
 
-@pytest.mark.parametrize("base", [torch.float32, torch.float16])
+@pytest.mark.parametrize("base", [torch.float32, torch.float16, torch.bfloat16])
 def test_beside_other_weights_it_computes_in_its_own_dtype(base: torch.dtype) -> None:
+    """Also beside its own half that is frozen."""
     module, x = Half(base), batch(dtype=base).requires_grad_()
+    module.wrapped.down.requires_grad_(base != torch.bfloat16)
     stream(module)((x,), {}, rows=5)
     assert module.seen == {torch.float32}

@@ -402,6 +402,16 @@ def test_a_saved_adapter_keeps_its_settings(folder: Path, tmp_path: Path) -> Non
     assert relative_error(one_step(model, ragged_batch()), one_step(twin, ragged_batch())) < 1e-5
 
 
+def test_an_adapter_of_another_base_is_said(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shapes fit where one is the instructed twin of the other."""
+    path = saved(folder, tmp_path / "adapter", lora())
+    edit_config(base_model_name_or_path="someone/llama-instruct")(path)
+    airtune.load(folder, adapter=path, device="cpu")
+    assert f"was trained on someone/llama-instruct; here it is on {folder}" in caplog.text
+
+
 def edit_tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
         file = path / "adapter_model.safetensors"

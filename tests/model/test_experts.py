@@ -34,32 +34,21 @@ def expert_nbytes(model: PeftModel) -> int:
 
 
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_gradients(
-    sim: Simulator, tmp_path: Path, name: str, micro_batch_size: int | None, device: str
-) -> None:
+def test_gradients(sim: Simulator, tmp_path: Path, name: str) -> None:
     folder, batch = zoo.make(name, tmp_path, dtype=torch.bfloat16), ragged_batch(3, 10)
-    twin = resident(name, folder).train()
-    torch.manual_seed(0)
-    config = lora(zoo.model_class(name).from_pretrained(folder), name)
-    torch.manual_seed(0)
-    model = airtune.load(
-        folder,
-        lora=config,
-        dtype=torch.float32,
-        device=device,
-        micro_batch_size=micro_batch_size,
-        poison=True,
-    ).train()
-    for _ in range(2):
-        for m in (model, twin):
-            torch.manual_seed(1)
-            m.zero_grad()
-            m(**batch).loss.backward()
-        got = {n: g.cpu() for n, g in gradients(model).items()}
-        assert relative_error(got, gradients(twin)) < 3e-5
+
+    def step(model: PeftModel) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model.train()(**batch).loss.backward()
+        return {name: gradient.cpu() for name, gradient in gradients(model).items()}
+
+    want = step(resident(name, folder))
+    for device, micro_batch_size in (("cpu", None), ("cpu", 1), ("sim", 1)):
+        model = streamed(name, folder, device=device, micro_batch_size=micro_batch_size, poison=True)
+        for _ in range(2):
+            assert relative_error(step(model), want) < 3e-5, (device, micro_batch_size)
 
 
 def read_bytes(model: PeftModel, ids: torch.Tensor) -> float:
@@ -94,7 +83,7 @@ def test_micro_batches_share_what_fits_on_the_host(sim: Simulator, tmp_path: Pat
     folder, batch = zoo.make("mixtral", tmp_path), ragged_batch(4, 8)
     counted = {}
     for memory in (None, "1GB"):
-        config = lora(zoo.model_class("mixtral").from_pretrained(folder), "mixtral")
+        config = lora("mixtral")
         model = airtune.load(
             folder, lora=config, device="sim", micro_batch_size=1, host_memory=memory
         ).train()
@@ -120,7 +109,7 @@ def test_host_memory_for_one_layers_experts_reads_each_once_a_visit(
     What is free is taken for that when nobody says otherwise, but not more than half of it.
     """
     folder, batch = zoo.make("mixtral", tmp_path), ragged_batch(4, 64)
-    config = lora(zoo.model_class("mixtral").from_pretrained(folder), "mixtral")
+    config = lora("mixtral")
     probe = airtune.load(folder, device="sim")
     window = airtune.stream_of(probe)._window
     assert window is not None
@@ -152,7 +141,7 @@ def test_the_device_holds_a_window_and_not_a_layers_experts(
     folder = zoo.make("qwen3_moe_mixed", tmp_path)
     peaks = {}
     for places in (2, 8):
-        config = lora(zoo.model_class("qwen3_moe_mixed").from_pretrained(folder), "qwen3_moe_mixed")
+        config = lora("qwen3_moe_mixed")
         monkeypatch.setattr(assembly, "WINDOW_NBYTES", places * 3 * 64 * 32 * 4)
         model = airtune.load(folder, lora=config, device="sim").train()
         gc.collect()
@@ -208,7 +197,7 @@ def test_the_peak_stays_within_any_budget(
         gc.collect()
         sim.reset_peak()
         start = sim.now()
-        config = lora(zoo.model_class("qwen3_moe_mixed").from_pretrained(folder), "qwen3_moe_mixed")
+        config = lora("qwen3_moe_mixed")
         model = airtune.load(folder, lora=config, device="sim", device_memory=budget).train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
         for _ in range(3):

@@ -59,15 +59,18 @@ def answer(model: nn.Module, prompt: dict[str, Tensor], **options: Any) -> tuple
 
 
 def assert_same_answer(got: nn.Module, twin: nn.Module, prompt: dict[str, Tensor], **options: Any) -> None:
-    (tokens, logits), (twin_tokens, twin_logits) = (answer(m, prompt, **options) for m in (got, twin))
-    assert torch.equal(tokens, twin_tokens)
-    for mine, theirs in zip(logits, twin_logits, strict=True):
+    assert_equal(answer(got, prompt, **options), answer(twin, prompt, **options))
+
+
+def assert_equal(got: tuple[Tensor, tuple[Tensor, ...]], want: tuple[Tensor, tuple[Tensor, ...]]) -> None:
+    assert torch.equal(got[0], want[0])
+    for mine, theirs in zip(got[1], want[1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_tokens_and_logits_of_every_kind_of_decoder(tmp_path: Path, name: str) -> None:
-    """Batch 1, and 4 padded on the left; with the adapter and without it."""
+    """Batch 1, and 4 padded on the left; these also without the adapter."""
     folder = zoo.make(name, tmp_path)
     twin, got = resident(name, folder).eval(), streamed(name, folder).eval()
     # Its auxiliary loss wants router logits for the whole mask: transformers' own generation fails at that.
@@ -75,8 +78,8 @@ def test_tokens_and_logits_of_every_kind_of_decoder(tmp_path: Path, name: str) -
     assert got.device == got.get_base_model().device == torch.device("cpu")
     for prompt in (padded(1), padded(4)):
         assert_same_answer(got, twin, prompt, **options)
-        with got.disable_adapter(), twin.disable_adapter():
-            assert_same_answer(got, twin, prompt, **options)
+    with got.disable_adapter(), twin.disable_adapter():
+        assert_same_answer(got, twin, padded(4), **options)
 
 
 def test_the_device_is_honest_where_the_first_parameter_is_streamed(tmp_path: Path) -> None:
@@ -101,18 +104,18 @@ CACHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: " ".join(map(str, cache.values())))
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_5__vl", "mamba2", "kimi_linear"])
-def test_every_kind_of_cache(tmp_path: Path, name: str, cache: dict[str, Any]) -> None:
+def test_every_kind_of_cache(tmp_path: Path, name: str) -> None:
     """Full, sliding, hybrid and recurrent ones. What the resident model refuses is refused in its words."""
     twin, got = both(name, tmp_path)
-    try:
-        answer(twin, padded(4), **cache)
-    except (AssertionError, ImportError, RuntimeError, ValueError) as refusal:
-        with pytest.raises(type(refusal), match=re.escape(str(refusal)[:60])):
-            answer(got, padded(4), **cache)
-    else:
-        assert_same_answer(got, twin, padded(4), **cache)
+    for cache in CACHES:
+        try:
+            want = answer(twin, padded(4), **cache)
+        except (AssertionError, ImportError, RuntimeError, ValueError) as refusal:
+            with pytest.raises(type(refusal), match=re.escape(str(refusal)[:60])):
+                answer(got, padded(4), **cache)
+        else:
+            assert_equal(answer(got, padded(4), **cache), want)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -337,7 +340,7 @@ def without_cudas_ways(monkeypatch: pytest.MonkeyPatch, sim: Simulator) -> None:
 
         return made
 
-    for name in ("max_memory_allocated", "memory_allocated", "reset_peak_memory_stats", "get_memory_info"):
+    for name in ("memory_stats", "reset_peak_memory_stats", "get_memory_info"):
         monkeypatch.setattr(torch.accelerator, name, none_here)
     for name in ("empty", "zeros"):
         monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
@@ -360,7 +363,7 @@ def test_nothing_assumes_cuda(
     got = streamed_on_sim(folder, device_memory="4MB", host_memory="300kB")
     assert_same_answer(got, twin, padded(4))
     assert airtune.stream_of(got)._residency.places == 2
-    tuned = streamed_on_sim(folder, lora=lora(twin, "llama")).train()
+    tuned = streamed_on_sim(folder, lora=lora("llama")).train()
     ids_BS = zoo.random_ids(2, 8)
     tuned(input_ids=ids_BS, labels=ids_BS).loss.backward()
     assert all(p.grad is not None for p in adapter(tuned).values())

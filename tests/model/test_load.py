@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import shutil
@@ -322,7 +323,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lora": {"r": 4}}, r"must be a peft\.LoraConfig.* \(dict\)"),
         ({"lora": IA3Config()}, r"must be a peft\.LoraConfig.* \(IA3Config\)"),
         ({"adapter": 3}, r"folder of a saved adapter, got 3 \(int\)"),
-        ({"adapter": "nowhere"}, r"nowhere has no adapter_config\.json"),
+        ({"adapter": "nowhere"}, "there is no folder nowhere"),
         ({"lora": lora(use_dora=True)}, "uses use_dora"),
         ({"lora": lora(target_modules=["wq"])}, "match no linear layer"),
         ({"file_access": "quick"}, "got file_access='quick'"),
@@ -367,6 +368,19 @@ def test_threads_and_files_end_when_loading_fails(
         airtune.load(folder, lora=lora(), device="cpu", file_access="buffered")
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("airtune")]
     assert open_files() <= open_before
+
+
+def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(folder: Path) -> None:
+    with torch.inference_mode():
+        model = streamed(folder, lora())
+    model(**ragged_batch(2)).loss.backward()
+    assert all(grad.any() for name, grad in gradients(model).items() if "lora_B" in name)
+
+
+def test_garbage_is_collected_again_when_loading_fails(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no weights"):
+        airtune.load(tmp_path, device="cpu")
+    assert gc.isenabled()
 
 
 def test_what_reads_is_closed_after_what_asks_for_reads(
@@ -456,11 +470,21 @@ def test_a_text_decoder_of_a_composite_type_and_a_borrowed_class_belong() -> Non
         (lambda model: model.merge_and_unload(), r"merge_and_unload .* streamed.*resident model: PeftModel"),
         (lambda model: model.add_adapter("two", lora()), r"add_adapter .* airtune\.load"),
         (lambda model: model.get_base_model().add_adapter(lora()), r"add_adapter .* airtune\.load"),
+        (copy.deepcopy, "would have no weights"),
         (lambda model: model.gradient_checkpointing_enable(), "recomputes each layer"),
         (lambda model: model.activation_checkpointing_enable(), "recomputes each layer"),
         (lambda model: model.get_base_model().model.gradient_checkpointing_enable(), "recomputes each layer"),
     ],
-    ids=["merge", "merge and unload", "second", "second, bare", "checkpointing", "by its new name", "inside"],
+    ids=[
+        "merge",
+        "merge and unload",
+        "second",
+        "second, bare",
+        "copy",
+        "checkpointing",
+        "by its new name",
+        "inside",
+    ],
 )
 def test_what_a_streamed_model_cannot_do_it_refuses(
     folder: Path, act: Callable[[Any], object], message: str
@@ -492,6 +516,10 @@ def test_a_refused_request_can_be_corrected(folder: Path) -> None:
 
 
 def test_a_folder_without_an_adapter(folder: Path, tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere", folder):
+    for path in (tmp_path, folder):
         with pytest.raises(ValueError, match=r"has no adapter_config\.json; expected a folder that PEFT"):
             airtune.load(folder, adapter=path, device="cpu")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match=r"did you mean .*/adapter\?"):
+        airtune.load(folder, adapter=tmp_path, device="cpu")

@@ -19,6 +19,7 @@ import airtune
 from airtune import generate, train
 from airtune.autograd.row_split import MicroBatchError
 from airtune.model.remote_code import moved_names, remote_class
+from airtune.model.skeleton import _LargeOnMeta
 from airtune.weights.checkpoint import CheckpointError
 from tests import remote_code, zoo
 from tests.packed import MXFP4, PACKED
@@ -136,6 +137,12 @@ def test_nothing_is_drawn_for_weights_that_are_not_there(tmp_path: Path) -> None
     code = folder / "modeling_latent.py"
     code.write_text(code.read_text().replace("module.weight.data.normal_(", "raise AssertionError("))
     airtune.load(folder, device="cpu", trust_remote_code=True)
+
+
+def test_matrices_are_born_on_meta_and_what_code_may_fill_is_not() -> None:
+    with _LargeOnMeta(2**24):
+        assert nn.Linear(64, 64).weight.is_meta
+        assert not torch.empty(64, 64).is_meta
 
 
 def test_only_the_chosen_experts_are_read(tmp_path: Path) -> None:

@@ -62,34 +62,29 @@ def one_step(model: PeftModel) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def on(device: str, name: str, folder: Path) -> PeftModel:
-    if device == "cpu":
-        return streamed(name, folder)
-    config = lora(zoo.model_class(name).from_pretrained(folder), name)
-    torch.manual_seed(0)
-    model = airtune.load(folder, lora=config, device=device, poison=True, dtype=torch.float32)
-    assert isinstance(model, PeftModel)
-    return model
+    return streamed(name, folder, device=device, poison=device != "cpu")
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(
     ("name", "stored"),
     [*((name, torch.bfloat16) for name in EMBEDDINGS), *((name, torch.float32) for name in INSIDE)],
 )
-def test_same_as_in_memory(
-    sim: Simulator, tmp_path: Path, name: str, stored: torch.dtype, device: str
-) -> None:
+def test_same_as_in_memory(sim: Simulator, tmp_path: Path, name: str, stored: torch.dtype) -> None:
     folder = zoo.make(name, tmp_path, dtype=stored)
-    model, twin = on(device, name, folder), resident(name, folder)
-    weight = model.get_base_model().get_submodule(EMBEDDINGS[name]).weight
-    assert isinstance(weight, LazyTensor) == (stored != torch.float32)
-    (got, grads), (loss, wanted) = one_step(model), one_step(twin)
-    assert got == pytest.approx(loss, rel=1e-5 if device == "sim" else 1e-6)
-    assert relative_error(grads, wanted) < (1e-4 if name == "qwen4_exp__vl" else 1e-5)  # see test_parity
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    prompt = zoo.random_ids(2, 8)
+    prompt, twin = zoo.random_ids(2, 8), resident(name, folder)
+    loss, wanted = one_step(twin)
     with torch.inference_mode():
-        assert torch.equal(model.eval().generate(prompt, **options), twin.eval().generate(prompt, **options))
+        tokens = twin.eval().generate(prompt, **options)
+    for device in ("cpu", "sim"):
+        model = on(device, name, folder)
+        weight = model.get_base_model().get_submodule(EMBEDDINGS[name]).weight
+        assert isinstance(weight, LazyTensor) == (stored != torch.float32)
+        got, grads = one_step(model)
+        assert got == pytest.approx(loss, rel=1e-5 if device == "sim" else 1e-6)
+        assert relative_error(grads, wanted) < (1e-4 if name == "qwen4_exp__vl" else 1e-5)  # see test_parity
+        with torch.inference_mode():
+            assert torch.equal(model.eval().generate(prompt, **options), tokens)
 
 
 def test_a_table_is_no_part_of_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +169,7 @@ def with_large_table(folder: Path, rows: int) -> Path:
 def test_a_model_with_a_table_of_20_gb(tmp_path: Path) -> None:
     folder = with_large_table(tmp_path, rows=80_000_000)
     assert Checkpoint.open(folder).nbytes > 20e9
-    config = lora(build_on_meta(folder), "qwen4_exp__vl")
+    config = lora("qwen4_exp__vl")
     before, started = resident_nbytes(), time.perf_counter()
     model = airtune.load(folder, lora=config, device="cpu", file_access="mapped")
     assert isinstance(model, PeftModel)

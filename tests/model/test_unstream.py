@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,13 +132,3 @@ def test_the_worker_thread_ends_with_the_stream(folder: Path) -> None:
     assert any(thread.name.startswith("airtune") for thread in started)
     airtune.stream_of(model).close()
     assert not any(thread.is_alive() for thread in started if thread.name.startswith("airtune"))
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["mapped", "converted"])
-def test_a_model_that_nobody_holds_is_freed(folder: Path, dtype: torch.dtype | None) -> None:
-    """A sweep loads one model after the other in one process."""
-    model = used(airtune.load(folder, lora=lora(), device="cpu", dtype=dtype))
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from airtune.generate import what_is_left
 from airtune.run.prompts import (
     Prompt,
     PromptWriter,
@@ -16,7 +17,6 @@ from airtune.run.prompts import (
     check_output,
     given_prompts,
     read_prompts,
-    what_is_left,
 )
 from tests.tiny_tokenizer import CHATML, LINES, RAISES_ON_SYSTEM, WITH_BOS, tiny_tokenizer, write_jsonl
 
@@ -220,12 +220,15 @@ def test_no_file_is_no_trouble() -> None:
         (lambda here: here, False, "expected a file in a folder that exists"),
         (lambda here: here / "no" / "out.jsonl", False, "expected a file in a folder that exists"),
         (lambda here: here / "out.jsonl", True, "output is for answers to prompt or prompts"),
+        (lambda here: here / "." / "asked.txt", False, "the answers would replace the prompts"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_early(
     tmp_path: Path, place: Callable[[Path], Path], interactive: bool, complaint: str
 ) -> None:
+    asked = tmp_path / "asked.txt"
+    asked.write_text("Who?\n")
     with pytest.raises(ValueError, match=complaint):
-        check_output(str(place(tmp_path)), interactive=interactive)
-    check_output(str(tmp_path / "out.jsonl"), interactive=False)
-    check_output(None, interactive=True)
+        check_output(str(place(tmp_path)), str(asked), interactive=interactive)
+    check_output(str(tmp_path / "out.jsonl"), str(asked), interactive=False)
+    check_output(None, None, interactive=True)

@@ -108,14 +108,14 @@ def test_both_sides_answer_as_resident_models_do(
     tokenizer = AutoTokenizer.from_pretrained(home / "base")
     rows = [{"messages": TURNS[:k]} for k in (3, 5)] + [{"messages": [*TURNS[1:3]]}]
     questions = read_questions(write_jsonl(tmp_path, *rows), tokenizer, **READING)
-    answers = answer_questions(
+    on, off = answer_questions(
         model, tokenizer, questions, batch_size=batch_size, max_new_tokens=5, compare=True
     )
     base = LlamaForCausalLM.from_pretrained(home / "base")
-    assert answers.base == [expected(base, tokenizer, question.ids) for question in questions.all]
+    assert off == [expected(base, tokenizer, question.ids) for question in questions.all]
     adapted = PeftModel.from_pretrained(base, home / "adapter")
-    assert answers.model == [expected(adapted, tokenizer, question.ids) for question in questions.all]
-    assert answers.model != answers.base
+    assert on == [expected(adapted, tokenizer, question.ids) for question in questions.all]
+    assert on != off
 
 
 def test_both_sides_share_the_passes(home: Path, model: PeftModel) -> None:

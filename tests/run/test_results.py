@@ -46,19 +46,6 @@ def test_what_is_not_finite_is_null_and_other_scripts_are_legible(tmp_path: Path
     assert (tmp_path / "b.jsonl").read_text() == '{"nll": null, "answer": "two\\nlines"}\n{"nll": 1.5}\n'
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_json(tmp_path / "a.json", {"x": 1})
-
-    def full(self: Path, *args: object, **kwargs: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(Path, "write_bytes", full)
-        with pytest.raises(OSError, match="No space"):
-            write_json(tmp_path / "a.json", {"x": 2})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
-
-
 def test_earlier_results_are_not_overwritten(tmp_path: Path) -> None:
     refuse_existing(tmp_path / "new")
     (tmp_path / "config.yaml").touch()

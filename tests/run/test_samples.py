@@ -12,9 +12,6 @@ from airtune.run.samples import Samples, write_samples
 from tests.tiny_chat import CONTEXT, make_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
-# PEFT 0.21 still asks for a property that transformers 5.24 has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
 TEXTS = ["Say yes.", "What is the capital of Italy?"]
 
 

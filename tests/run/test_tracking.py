@@ -171,6 +171,9 @@ def test_a_terminal_shows_one_line_that_says_where_the_step_is(
     clock.now += 1.0
     progress.visit(Visit("backward", 1, 4))
     assert out.getvalue().split("\r\x1b[K")[-1] == "step 4/10  backward  layer 2/4  ETA 0:5"
+    clock.now += 9.0  # longer than the last step, and after 3 of 8 visits: 32 s a step
+    progress.visit(Visit("backward", 0, 4))
+    assert out.getvalue().split("\r\x1b[K")[-1] == "step 4/10  backward  layer 1/4  ETA 3:3"
     progress.on_train_end(args, state(10), CONTROL)
     assert out.getvalue().endswith("\r\x1b[K")
 

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
 from airtune.model.adapter_io import AdapterError, adapter_tensors, read_adapter
+from airtune.run.arguments import training_arguments
 from airtune.run.checkpoints import (
     RunFolderError,
+    held,
     incomplete,
     newest_checkpoint,
     open_run_folder,
     remove_partial,
 )
 from airtune.run.trainer import StreamedTrainer, TrainingError
-
-# PEFT 0.21 still asks for a property that transformers 5.24 has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 VOCAB = 31
 Row = dict[str, list[int]]
@@ -119,7 +118,6 @@ class Gradients(TrainerCallback):
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(6, 1), (3, 2), (2, 3), (1, 6)])
-@pytest.mark.filterwarnings("error")
 def test_loss_is_per_token_of_the_step_however_it_is_split(tmp_path: Path, batch: int, accumulation: int):
     rows, gradients = ragged_rows(6), Gradients()
     trainer = trainer_for(
@@ -270,6 +268,26 @@ def test_options_that_streaming_cannot_honour_are_refused(tmp_path: Path, option
     assert not (tmp_path / "new").exists()
 
 
+def test_no_batch_is_no_run(tmp_path: Path):
+    trainer = trainer_for(tmp_path, per_device_train_batch_size=99, dataloader_drop_last=True)
+    with pytest.raises(TrainingError, match="rows do not fill one of per_device_train_batch_size=99"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"optim": "galore_adamw"}, "galore_torch"),
+        ({"adam_beta1": 2}, "Invalid beta parameter"),
+        ({"lr_scheduler_kwargs": {"bogus": 1}}, "bogus"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr"),
+    ],
+)
+def test_what_the_optimizer_would_refuse_is_refused_at_once(tmp_path: Path, options: dict, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        training_arguments(options, output_dir=tmp_path, seed=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated.*:FutureWarning")
 def test_gradient_checkpointing_is_refused_under_its_old_name(tmp_path: Path):
     with pytest.raises(ValueError, match="activation_checkpointing cannot be used with streaming"):
@@ -330,6 +348,31 @@ def test_resume_is_bit_equal(tmp_path: Path, batch: int, accumulation: int):
     expected = adapter_tensors(straight.model)
     for key, tensor in adapter_tensors(second.model).items():
         assert torch.equal(tensor, expected[key]), key
+
+
+class Rates(TrainerCallback):
+    """What each step was taken with: learning rate and weight decay."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, float]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.taken.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]))
+
+
+def test_a_resume_takes_the_rates_and_intervals_that_are_asked_for_now(tmp_path: Path):
+    """Not those of the checkpoint, whose schedule was at its end: the rate there is 0."""
+    straight, resumed = Rates(), Rates()
+    asked = {"lr_scheduler_type": "linear", "learning_rate": 2e-3, "weight_decay": 0.2, "max_steps": 5}
+    trainer_for(tmp_path / "straight", callbacks=[straight], **asked).train()
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer_for(tmp_path / "run", lr_scheduler_type="linear", max_steps=3, **saving).train()
+    again = trainer_for(tmp_path / "run", callbacks=[resumed], **saving | asked | {"save_steps": 4})
+    again.train(resume_from_checkpoint=str(newest_checkpoint(tmp_path / "run")))
+    assert resumed.taken == straight.taken[3:]
+    logged = {line["step"]: line["learning_rate"] for line in again.state.log_history if "loss" in line}
+    assert [logged[4], logged[5]] == [rate for rate, _ in resumed.taken]
+    assert (tmp_path / "run" / "checkpoint-4").is_dir()
 
 
 def saved_run(folder: Path) -> StreamedTrainer:
@@ -401,6 +444,20 @@ def test_a_folder_in_use_is_an_error_that_says_what_to_do(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
         open_run_folder(tmp_path / "file", resume=False)
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path):
+    with (
+        held(tmp_path / "run", resume=False),
+        pytest.raises(RunFolderError, match="another run is writing into"),
+        held(tmp_path / "run", resume=True),
+    ):
+        pass
+    (tmp_path / "run" / "config.yaml").write_text("")
+    with pytest.raises(RunFolderError, match="is not empty"), held(tmp_path / "run", resume=False):
+        pass  # the other run began, and ended, while this one's model was loaded
+    with held(tmp_path / "run", resume=True):
+        pass
 
 
 def test_a_save_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,8 +18,8 @@ from airtune.weights.expert_plans import ExpertGroup
 from airtune.weights.experts import ExpertWindow
 from airtune.weights.file_map import FileMap
 from airtune.weights.header import CheckpointError
-from airtune.weights.layout import Conversion, TensorPlan
 from airtune.weights.pieces import Piece
+from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.reader import ByteReader
 from tests.sim import Simulator
 

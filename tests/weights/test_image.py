@@ -17,16 +17,16 @@ from airtune.weights.file_map import FileMap
 from airtune.weights.image import (
     Filling,
     LayerImage,
-    Region,
     can_be_mapped,
     is_one_view,
     load_tensor,
     view_stored,
 )
-from airtune.weights.layout import Conversion, TensorPlan, plan_weights
+from airtune.weights.layout import plan_weights
 from airtune.weights.lazy import LazyTensor
 from airtune.weights.packed.schemes import take_scheme
 from airtune.weights.pieces import Piece
+from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.reader import ByteReader
 from tests import packed, zoo
 
@@ -87,16 +87,6 @@ def test_filling_writes_every_tensor_and_nothing_else(
     assert buffer[~written].eq(GARBAGE).all()
 
 
-def test_regions_are_aligned_and_apart(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    stored = Checkpoint.open(tmp_path)
-    image = LayerImage.of([plan(name, stored, torch.float32) for name in SHAPES], map_files=False)
-    assert all(region.offset % 64 == 0 for region in image.packed)
-    starts = [region.offset for region in image.packed]
-    ends = [region.offset + region.plan.nbytes for region in image.packed]
-    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-    assert ends[-1] <= image.nbytes < ends[-1] + 64
-
-
 def test_sizes_are_those_of_the_file_and_of_the_buffer(
     saved: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -152,16 +142,6 @@ def test_a_tensor_that_is_not_aligned_in_the_file_is_read(tmp_path: Path) -> Non
     image = LayerImage.of([unaligned], map_files=True)
     assert image.mapped == ()
     assert_holds(image, fill(image), {"w": values})
-
-
-def test_a_write_to_a_mapped_tensor_never_reaches_the_file(
-    saved: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    before = (tmp_path / "model.safetensors").read_bytes()
-    mapped = plan("f", Checkpoint.open(tmp_path), torch.float32)
-    view_stored(mapped, FileMap()).zero_()
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert torch.equal(view_stored(mapped, FileMap()), saved["f"])
 
 
 # In parts
@@ -259,7 +239,7 @@ def test_a_packed_tensor_lies_in_the_image_as_in_the_file(tmp_path: Path) -> Non
     assert image.read_nbytes <= image.nbytes < image.read_nbytes + 64 * len(sources) < dense / 2
 
 
-def test_packed_regions_are_aligned_and_apart(tmp_path: Path) -> None:
+def test_regions_are_aligned_and_apart(tmp_path: Path) -> None:
     plans = packed_layer(tmp_path)
     image = LayerImage.of(plans, map_files=False)
     places = [(p.offset, p.offset + p.tensor.nbytes) for region in image.packed for p in region.parts]
@@ -309,10 +289,3 @@ def test_an_image_of_nothing() -> None:
     image = LayerImage.of([], map_files=False)
     assert (image.nbytes, image.read_nbytes, image.mapped_nbytes) == (0, 0, 0)
     assert len(fill(image)) == 0
-
-
-def test_a_region_is_a_view(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    region = Region(plan("a", Checkpoint.open(tmp_path), torch.float32), 64)
-    buffer = torch.zeros(200, dtype=torch.uint8)
-    region.view(buffer).fill_(1)
-    assert buffer[:64].eq(0).all() and buffer[64 : 64 + 60].view(torch.float32).eq(1).all()

@@ -7,9 +7,7 @@ import pytest
 from airtune.weights.pinned import piece_nbytes
 
 
-@pytest.mark.parametrize(
-    "nbytes", [0, 1, 2, 3, 64, 1000, 2**20 - 1, 2**20, 9_830_400, 770_000_001]
-)
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 3, 64, 1000, 2**20 - 1, 2**20, 9_830_400, 770_000_001])
 def test_pieces(nbytes: int) -> None:
     sizes = piece_nbytes(nbytes, 2**25)
     assert sum(sizes) == nbytes and all(0 < size <= 2**25 for size in sizes)

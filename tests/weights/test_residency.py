@@ -28,8 +28,8 @@ from airtune.weights.checkpoint import Checkpoint, CheckpointError, StoredTensor
 from airtune.weights.counters import Counters
 from airtune.weights.file_map import FileMap, FileRange
 from airtune.weights.image import LayerImage
-from airtune.weights.layout import Conversion, TensorPlan
 from airtune.weights.pieces import Piece
+from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.residency import Layer, Residency
 from airtune.weights.schedule import Direction
@@ -128,8 +128,8 @@ class Streamed:
 
 
 def _layer(checkpoint: Checkpoint, prefix: str, map_files: bool) -> Layer:
-    plans = {n: plain(n, s, torch.float32) for n, s in checkpoint.items() if n.startswith(prefix)}
-    return Layer(LayerImage.of(plans.values(), map_files=map_files), plans)
+    plans = [plain(n, s, torch.float32) for n, s in checkpoint.items() if n.startswith(prefix)]
+    return Layer(LayerImage.of(plans, map_files=map_files))
 
 
 @pytest.fixture

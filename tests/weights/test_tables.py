@@ -17,9 +17,9 @@ from airtune.weights import tables
 from airtune.weights.checkpoint import Checkpoint, StoredTensor
 from airtune.weights.file_map import FileMap
 from airtune.weights.header import read_header
-from airtune.weights.layout import Conversion, TensorPlan
 from airtune.weights.lazy import LazyTensor
 from airtune.weights.pieces import Piece
+from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.tables import Table, can_be_table
 from tests.sim import Simulator
 from tests.sparse import write_sparse

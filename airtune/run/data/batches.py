@@ -1,12 +1,22 @@
-"""What a batch holds, and where its rows are in the training data.
+"""Which rows come together, what their batch holds, and where its rows are in the training data.
+
+Rows of one batch are padded to its longest, so where lengths differ much, most of a random batch is padding.
+`trainer.train_sampling_strategy=group_by_length` puts rows of about one length together. transformers draws
+that order from the global generator, which a run that resumes in its second epoch finds in another state than
+the run it goes on from: it would see some rows twice and others not at all. Here the seed and the number of
+the epoch decide.
 
 Shape legend: B rows, S positions. A batch is {"input_ids", "labels", "attention_mask"}, each int64 [B, S].
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from airtune.run.data.forms import IGNORED_LABEL
 from airtune.run.data.prepared import PreparedData
@@ -22,9 +32,27 @@ class TokenRows(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Sequence[int]]: ...
 
 
+class RowsByLength(LengthGroupedSampler):
+    """Numbers of `rows`, those of one step of about one length. The Trainer says which epoch it is."""
+
+    def __init__(self, rows: TokenRows, step_rows: int, seed: int) -> None:
+        self.seed = seed
+        super().__init__(step_rows, lengths=_lengths(rows), generator=torch.Generator().manual_seed(seed))
+
+    def set_epoch(self, epoch: int) -> None:
+        assert self.generator is not None
+        self.generator.manual_seed(self.seed + epoch)
+
+
+def _lengths(rows: TokenRows) -> list[int]:
+    if isinstance(rows, PreparedData):
+        return rows.lengths().tolist()  # without reading the rows
+    return [len(rows[index]["input_ids"]) for index in range(len(rows))]
+
+
 def token_count(batch: Batch) -> int:
     """Tokens without padding."""
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+    return int(batch["attention_mask"].sum())
 
 
 def supervised_count(batch: Batch) -> int:
@@ -43,7 +71,5 @@ def name_rows(batches: Sequence[Batch], rows: TokenRows) -> str:
 
 
 def _id_lists(batch: Batch) -> list[list[int]]:
-    ids_BS, mask_BS = batch["input_ids"], batch.get("attention_mask")
-    if mask_BS is None:
-        return [ids_S.tolist() for ids_S in ids_BS]
-    return [ids_S[mask_S.bool()].tolist() for ids_S, mask_S in zip(ids_BS, mask_BS, strict=True)]
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    return [ids_S[mask_S.bool()].tolist() for ids_S, mask_S in rows]

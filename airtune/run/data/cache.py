@@ -11,8 +11,11 @@ the ids:
     code        the source of this package and the versions of the libraries that render and tokenise
 
 Whatever changes, the name changes; nothing is ever compared or updated in place. A folder is written under
-another name and renamed when it is complete, and its sizes are checked when it is opened. What this gives up
-is disk space: nothing is deleted. The folder may be removed at any time between runs.
+another name and renamed when it is complete, and its sizes are checked when it is opened.
+
+Beside each folder lies a lock, whose time is that of its last use. While all kept rows together take more
+than is free besides, those used longest ago are dropped: of the room on the disk that is not taken by others,
+they leave half. A run that has its rows open keeps them; another that wants them prepares them again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -57,17 +61,22 @@ def kept_rows(
     """
     contents = [_file_print(file) for file in files]
     folder = cache_folder / _name(contents, tokenizer, options)
-    with _alone(folder):
+    with _alone(_lock_of(folder)):
         if (data := _opened(folder)) is not None:
             logger.info("prepared rows are those of an earlier start, in %s", folder)
             return data
+        _make_room(folder)
         with atomic_folder(folder) as partial:
             write_rows(partial, fill)
             if [_file_print(file) for file in files] != contents:
                 raise ValueError(
                     "the data files changed while they were read: start again when they are whole"
                 )
-        logger.info("prepared rows are kept in %s", folder)
+        kept_nbytes = _make_room(folder)
+        sizes_gb = (_nbytes(folder) / 1e9, kept_nbytes / 1e9)
+        logger.info(
+            "prepared rows are kept in %s: %.2f GB, with those of other runs %.2f GB", folder, *sizes_gb
+        )
         return map_rows(folder)
 
 
@@ -135,14 +144,54 @@ def _opened(folder: Path) -> PreparedData | None:
         return None
 
 
+def _make_room(folder: Path) -> int:
+    """Drops what was used longest ago, but for `folder`, while there is need to; bytes of what is left."""
+    locks = sorted(folder.parent.glob(".*.lock"), key=lambda lock: lock.stat().st_mtime_ns)
+    sizes = {lock: sum(map(_nbytes, _folders_of(lock))) for lock in locks}
+    for lock in locks:
+        if sum(sizes.values()) <= shutil.disk_usage(folder.parent).free:
+            break
+        if lock == _lock_of(folder) or not sizes[lock]:
+            continue
+        with lock.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # they are being prepared
+                continue
+            for old in _folders_of(lock):
+                logger.info("dropping the prepared rows in %s, to leave room on the disk", old)
+                shutil.rmtree(old)
+        sizes[lock] = 0
+    return sum(sizes.values())
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _folders_of(lock: Path) -> list[Path]:
+    """The rows of a lock, and what a run that was killed left of them."""
+    name = lock.name.removesuffix(".lock")
+    found = [lock.with_name(name[1:]), *lock.parent.glob(f"{name}.*")]
+    return [path for path in found if path.is_dir()]
+
+
+def _nbytes(folder: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in folder.iterdir())
+    except FileNotFoundError:  # another run gives it its name just now, or drops it
+        return 0
+
+
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(lock: Path) -> Iterator[None]:
     """One process at a time for one folder: the second waits, and then finds the rows of the first."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("another process prepares the same rows: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        os.utime(lock)
         yield

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from airtune.run.data.forms import Conversation
-from airtune.run.data.messages import Message
+from airtune.run.data.messages import REASONING, Message
 from airtune.run.data.templates import ChatTemplate, Span, fresh_word
 
 
@@ -83,10 +83,9 @@ class Echo:
         changed, role = dict(message), message["role"]
         of_message, answer = f"of message {index} (role {role})", index if role == "assistant" else None
         calls = cast("list[dict[str, Any]]", message.get("tool_calls", []))
-        if isinstance(message.get("reasoning_content"), str):
-            changed["reasoning_content"] = self._word(
-                f"the reasoning {of_message}", answer, may_be_hidden=True
-            )
+        if reasoning := [key for key in REASONING if key in message]:
+            word = self._word(f"the reasoning {of_message}", answer, may_be_hidden=True)
+            changed.update(dict.fromkeys(reasoning, word))
         if message["content"] or not calls:  # beside a call there is often no content
             changed["content"] = self._word(f"the content {of_message}", answer)
         if calls:

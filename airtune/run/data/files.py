@@ -4,8 +4,8 @@ A source is one of
 
     chats.jsonl                        a file; its kind is told by its suffix (see `KINDS`)
     data/**/*.jsonl                    a pattern: its matches, sorted
-    data/                              a folder: every data file below it, sorted, hidden ones left out
-    saved/train                        a folder that `datasets` wrote with save_to_disk
+    data/                              a folder: all data below it, sorted, what is hidden left out
+    saved/train                        a folder that `datasets` wrote with save_to_disk, also below another
     hf:owner/name[:config][/split]     a data set on the hub; the split is train unless it is given
 
 The prefix `hf:` is there so that a mistyped path is never looked up on the network. Sources are given as one
@@ -81,7 +81,7 @@ def find_files(sources: Sources) -> list[DataFile]:
     files = []
     for source, weight in _weighted(sources):
         for file in _files_of(source, weight):
-            key = file.name if file.kind == "hub" else os.path.abspath(file.name)
+            key = file.name if file.kind == "hub" else os.path.realpath(file.name)
             if key in named_by:
                 raise ValueError(
                     f"{file.name} is named twice, by {named_by[key]!r} and by {source!r}: to count its rows "
@@ -155,12 +155,14 @@ def _weighted(sources: Sources) -> list[tuple[str, float]]:
 
 
 def _files_of(source: str, weight: float) -> list[DataFile]:
+    if not source:
+        raise ValueError('a data file is called "": give a path, or . for all that is in the current folder')
     if source.startswith(HUB_PREFIX):
         hub_parts(source)
         return [DataFile(source, "hub", weight)]
     path = Path(source).expanduser()
     if path.is_dir():
-        return _files_in(path, weight)
+        return _known(list(_below(path)), source, weight)
     if path.is_file():  # before anything is read as a pattern: a file may be called data[1].jsonl
         return [DataFile(str(path), _kind_or_refusal(path), weight)]
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -169,24 +171,34 @@ def _files_of(source: str, weight: float) -> list[DataFile]:
     return _known(found, source, weight)
 
 
-def _files_in(folder: Path, weight: float) -> list[DataFile]:
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return [DataFile(str(folder), "saved", weight)]
-    splits = folder / "dataset_dict.json"
-    if splits.is_file():
-        names = json.loads(splits.read_bytes())["splits"]
-        if len(names) > 1:
-            named = ", ".join(str(folder / name) for name in names)
-            raise ValueError(f"{folder} holds several splits: name one of {named}")
-        return [DataFile(str(folder / names[0]), "saved", weight)]
-    return _known(sorted(_visible_files(folder)), str(folder), weight)
-
-
-def _visible_files(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and path.is_file():
+def _below(folder: Path) -> Iterator[Path]:
+    """Files and saved data sets, sorted. A link to a folder is not followed: it may lead back up."""
+    if _is_saved(folder):
+        yield folder
+        return
+    if (folder / "dataset_dict.json").is_file():
+        yield _only_split(folder)
+        return
+    for path in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if path.is_dir() and not path.is_symlink():
+            yield from _below(path)
+        else:
             yield path
+
+
+def _only_split(folder: Path) -> Path:
+    try:
+        names = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder}/dataset_dict.json: cannot be read ({error!r})") from error
+    if len(names) != 1:
+        named = ", ".join(str(folder / name) for name in names)
+        raise ValueError(f"{folder} holds {len(names)} splits: name one of {named}")
+    return folder / names[0]
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
 def _known(paths: list[Path], source: str, weight: float) -> list[DataFile]:
@@ -195,17 +207,14 @@ def _known(paths: list[Path], source: str, weight: float) -> list[DataFile]:
     if not files:
         raise ValueError(f"{source} holds no data file: expected names that end in {', '.join(KINDS)}")
     if others:
-        logger.info(
-            "%s: %d data files; %d others are left out, such as %s",
-            source,
-            len(files),
-            len(others),
-            others[0],
-        )
+        left_out = "%s: %d data files; %d others are left out, such as %s"
+        logger.info(left_out, source, len(files), len(others), others[0])
     return files
 
 
 def _kind(path: Path) -> str | None:
+    if path.is_dir():
+        return "saved" if _is_saved(path) else None
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         inner = KINDS.get(Path(path.stem).suffix.lower())

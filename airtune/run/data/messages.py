@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 
-from airtune.run.data.records import describe
+from airtune.run.data.records import describe, parse_json
 
 Message = dict[str, object]  # role, content, and what else a chat template reads
 
@@ -27,6 +27,11 @@ ROLES: dict[str, str] = {  # what a role is called: what it becomes
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai", "bing", "bard"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # as transformers, which gives templates each other's
 CALL_ROLES = ("function_call", "tool_call", "tool_calls")  # a turn whose content is the call
 _OWN_FIELDS = ("role", "from", "content", "value", "weight", "tool_calls", "function_call")
 
@@ -64,8 +69,8 @@ def checked_list(value: object, name: str) -> list[object]:
 
 def _json(text: str, name: str) -> object:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         # What pandas writes for a list looks like one, but has Python's quotes.
         raise ValueError(f"{name} is a string that is no JSON ({error}): {describe(text)}") from error
 
@@ -83,15 +88,15 @@ def _message(item: object, name: str) -> Message:
     if calls and role != "assistant":
         raise ValueError(f"{name} has calls of tools, but its role is {role}, expected assistant")
     message: Message = {"role": role}
-    may_be_empty = bool(calls) or item.get("reasoning_content") is not None
+    reasoning = [key for key in REASONING if item.get(key) is not None]
+    may_be_empty = bool(calls or reasoning)
     message["content"] = _content(content, role, may_be_empty, name)
     if calls:
         message["tool_calls"] = calls
     others = {key: other for key, other in item.items() if key not in _OWN_FIELDS and other is not None}
-    if not isinstance(others.get("reasoning_content", ""), str):
-        raise ValueError(
-            f"{name}: reasoning_content must be a string, got {describe(others['reasoning_content'])}"
-        )
+    for key in reasoning:
+        if not isinstance(item[key], str):
+            raise ValueError(f"{name}: {key} must be a string, got {describe(item[key])}")
     return message | others
 
 

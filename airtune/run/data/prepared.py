@@ -15,6 +15,7 @@ Shape legend: N tokens of all rows, R rows, S tokens of one row.
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -109,7 +110,9 @@ def rows_of_this_run(fill: Fill) -> PreparedData:
 
     The files are deleted at once: what is mapped stays until the process ends, however it ends.
     """
-    with TemporaryDirectory(prefix="airtune-rows-") as folder:
+    # On many systems /tmp is memory, which rows may be larger than; TMPDIR is what the user has chosen.
+    on_disk = "/var/tmp" if os.path.isdir("/var/tmp") and "TMPDIR" not in os.environ else None
+    with TemporaryDirectory(prefix="airtune-rows-", dir=on_disk) as folder:
         write_rows(Path(folder), fill)
         return map_rows(Path(folder))
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 import zlib
 from collections import Counter
@@ -26,7 +25,7 @@ from functools import partial
 
 from airtune.run.data.files import DataFile, open_bytes
 from airtune.run.data.json_list import list_in
-from airtune.run.data.records import BadRow, Row, describe
+from airtune.run.data.records import BadRow, Row, describe, has_surrogate, parse_json
 from airtune.run.data.tables import read_hub, read_parquet, read_saved
 
 CELLS = "wrong number of cells"
@@ -34,9 +33,6 @@ NOT_CSV = "not CSV"
 NOT_JSON = "not JSON"
 NOT_OBJECT = "no JSON object"
 NOT_UTF8 = "not UTF-8"
-SURROGATE = "lone surrogate"
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Records = Iterator[Row | BadRow]
 
@@ -64,25 +60,19 @@ def _read_json(name: str) -> Records:
 
 def _parse(json_bytes: bytes, where: str, what: str) -> Row | BadRow:
     try:
-        value = json.loads(json_bytes.decode("utf-8"))
+        value = parse_json(json_bytes.rstrip().decode("utf-8"))  # or the end of a cut line is in the next
     except UnicodeDecodeError as error:
         return _not_utf8(error, where, what)
     except json.JSONDecodeError as error:
         is_cut = what == "line" and not json_bytes.endswith(b"\n")
         line = f"line {error.lineno} of the element, " if what == "element" else ""
         cut = "; the file ends here without a line end: was it cut?" if is_cut else ""
-        return BadRow(where, NOT_JSON, f"not JSON, {error.msg} at {line}column {error.colno}{cut}")
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list nested 5,000 deep
+        what_is_wrong = error.msg.removesuffix(" at")
+        return BadRow(where, NOT_JSON, f"not JSON, {what_is_wrong} at {line}column {error.colno}{cut}")
+    except ValueError as error:
         return BadRow(where, NOT_JSON, f"JSON that cannot be held: {error}")
     if not isinstance(value, dict):
         return BadRow(where, NOT_OBJECT, f"expected a JSON object, got {describe(value)}")
-    # Half of a surrogate pair is legal JSON and no text: tokenizers fail on it.
-    if b"\\ud" in json_bytes.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            reason = "a lone surrogate (\\ud800 to \\udfff) stands for no character"
-            return BadRow(where, SURROGATE, reason)
     return Row(where, value)
 
 
@@ -131,7 +121,7 @@ def _read_cells(name: str, delimiter: str) -> Records:
 
 def _checked_names(cells: list[str], delimiter: str, where: str) -> list[str]:
     names = [cell.strip() for cell in cells]
-    if _SURROGATE.search("".join(names)):
+    if has_surrogate("".join(names)):
         raise ValueError(f"{where}: the line of names is not UTF-8")
     twice = [name for name, count in Counter(names).items() if name and count > 1]
     if twice:
@@ -148,7 +138,7 @@ def _record(names: list[str], cells: list[str], where: str) -> Row | BadRow:
     if len(cells) != len(names):
         return BadRow(where, CELLS, f"expected {len(names)} cells ({', '.join(names)}), got {len(cells)}")
     for name, cell in zip(names, cells, strict=True):
-        if not cell.isascii() and _SURROGATE.search(cell):
+        if has_surrogate(cell):
             return BadRow(where, NOT_UTF8, f"not UTF-8 in the column {name}")
     # A column without a name is the row number that spreadsheets and data frames put first.
     return Row(where, {name: cell for name, cell in zip(names, cells, strict=True) if name})

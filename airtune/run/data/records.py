@@ -7,8 +7,10 @@ other; whether it ends the run is decided by who asked for the rows (see `rows`)
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON_NAMES = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
 
 
@@ -30,6 +32,22 @@ class BadRow:
     where: str
     kind: str
     reason: str
+
+
+def parse_json(text: str) -> object:
+    """The value of a JSON text. ValueError also where it cannot be held, or holds what is no text."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:  # a number of 5,000 digits is a ValueError as it is
+        raise ValueError("nested too deep") from error
+    # Half of a surrogate pair is legal JSON and no character: tokenizers fail on it.
+    if "\\ud" in text.lower() and has_surrogate(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("a lone surrogate (\\ud800 to \\udfff) stands for no character")
+    return value
+
+
+def has_surrogate(text: str) -> bool:
+    return not text.isascii() and _SURROGATE.search(text) is not None
 
 
 def describe(value: object) -> str:

@@ -36,7 +36,10 @@ def read_saved(name: str) -> Iterator[Row]:
     """Reads a folder that `Dataset.save_to_disk` wrote; the files are mapped, not loaded."""
     import datasets  # a second, and most runs read files
 
-    yield from _rows(name, datasets.load_from_disk(name).with_format("arrow").iter(_BATCH_ROWS))
+    try:
+        yield from _rows(name, datasets.load_from_disk(name).with_format("arrow").iter(_BATCH_ROWS))
+    except (pyarrow.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: no data set that can be read ({error})") from error
 
 
 def read_hub(name: str) -> Iterator[Row]:

@@ -33,7 +33,15 @@ Tools = list[dict[str, object]]
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # A template is a program: what it trips over comes as its own errors or as Python's.
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError)
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 
 
 def resolve_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:

@@ -40,6 +40,8 @@ LEARN_ON: Mapping[str, tuple[str, ...]] = {
     "tokens": ("assistant", "all"),
 }
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")  # the forms whose rows all need a chat template
+_ENDLESS = "ends an answer without a special token: from those the model does not learn to stop"
+_UNREASONED = "writes none of the reasoning: it is not learned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,7 @@ class ScriptWriter:
         self.form = form
         self.learn_on = learn_on
         self.chat_template = chat_template
-        self.endless: list[str] = []  # file:line of conversations in which an answer has no end token
-        self.unreasoned: list[str] = []  # file:line of those whose reasoning is in no text
+        self._untaught: dict[str, tuple[int, str]] = {}  # what: in how many conversations, where the first is
         if form in _CONVERSATIONS:
             _ = self.renderer  # that there is no template is no fault of the first row
 
@@ -92,28 +93,20 @@ class ScriptWriter:
 
     def notes(self) -> list[str]:
         """What the rows written so far will not teach, in sentences for the log."""
-        notes = []
-        if self.endless:
-            notes.append(
-                f"in {len(self.endless)} conversations (first at {self.endless[0]}) the chat template ends "
-                "an answer without a special token: from those the model does not learn to stop"
-            )
-        if self.unreasoned:
-            notes.append(
-                f"in {len(self.unreasoned)} conversations (first at {self.unreasoned[0]}) the chat template "
-                "writes none of the reasoning_content: it is not learned"
-            )
-        return notes
+        return [
+            f"in {count} conversations (first at {where}) the chat template {what}"
+            for what, (count, where) in self._untaught.items()
+        ]
 
     def _write_chat(self, dialogue: Conversation, where: str) -> Script:
         learn_on = self.learn_on
         if learn_on == "completion":
             learn_on = "last_assistant" if self.form == "alpaca" else "assistant"
         rendered = self.renderer.learn(dialogue, learn_on)
-        if rendered.endless:
-            self.endless.append(where)
-        if rendered.unreasoned:
-            self.unreasoned.append(where)
+        for what, is_so in ((_ENDLESS, rendered.endless), (_UNREASONED, rendered.unreasoned)):
+            if is_so:
+                count, first = self._untaught.get(what, (0, where))
+                self._untaught[what] = (count + 1, first)
         return Script(rendered.text, rendered.learned, plain=False)
 
     def _check_tokens(self, tokens: Tokens) -> None:

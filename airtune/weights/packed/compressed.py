@@ -128,7 +128,7 @@ class CompressedTensors(PlainModules, CompressedTensorsHfQuantizer):
             by_name = [g for g in groups if any(match_name(module, target) for target in g.targets)]
             linear = nn.Linear(1, 1, device="meta")
             groups = by_name or [g for g in groups if is_match(module, linear, g.targets)]
-        if len({(str(group.weights), group.format) for group in groups}) != 1:
+        if len(groups) != 1 and len({(str(group.weights), group.format) for group in groups}) != 1:
             raise CheckpointError(
                 f"{module} is packed, and {len(groups)} of the config_groups in config.json's "
                 "quantization_config are for it by their targets, expected one"

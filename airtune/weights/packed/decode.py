@@ -68,9 +68,9 @@ class PlainModules:
         pass
 
 
-def decodes(converter: WeightConverter | None) -> bool:
+def decodes(converter: WeightConverter) -> bool:
     """Whether one of the converter's operations is a quantizer's."""
-    return converter is not None and any(_is_of_quantizer(operation) for operation in converter.operations)
+    return any(_is_of_quantizer(operation) for operation in converter.operations)
 
 
 def without_decoding(converter: WeightConverter) -> WeightConverter | None:
@@ -135,10 +135,10 @@ def is_packed(scheme: Scheme, sources: Iterable[Source]) -> bool:
 
 def _by_weight(scheme: Scheme, sources: Iterable[Source]) -> list[_Stored]:
     """All for one module tensor, so that nothing but the numbers in their keys tells weights apart."""
-    names = sorted({n for group in scheme.serialized_names.values() for n in group}, key=len, reverse=True)
+    names = [n for group in scheme.serialized_names.values() for n in group]
     found: dict[tuple[str, ...], dict[str, tuple[str, StoredTensor]]] = defaultdict(dict)
     for key, pattern, stored in sources:
-        name = next((n for n in names if pattern == n or pattern.endswith(f".{n}")), None)
+        name = max((n for n in names if f".{pattern}".endswith(f".{n}")), key=len, default=None)
         if name is None:
             continue
         tensors = found[pattern.removesuffix(name), *re.findall(r"\d+", key.removesuffix(name))]
@@ -197,10 +197,6 @@ class Decoder(StandIn):
     ) -> None:
         super().__init__(config, wanted)
         self.described = described
-
-    @classmethod
-    def of(cls, model: StandIn, described: dict[str, torch.Tensor]) -> Decoder:
-        return cls(model.config, model.wanted, described)
 
 
 class Decoded(WeightSource):

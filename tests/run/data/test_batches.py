@@ -9,9 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
-from airtune.run.data.batches import Batch, name_rows, supervised_count, token_count
+from airtune.run.data.batches import Batch, RowsByLength, name_rows, supervised_count, token_count
 from airtune.run.data.collate import Collator
-from airtune.run.data.order import RowsByLength
 from airtune.run.data.prepare import prepare
 from airtune.run.trainer import StreamedTrainer
 from tests.tiny_tokenizer import tiny_tokenizer, write_jsonl

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -206,6 +208,29 @@ def test_a_file_that_grows_while_it_is_read_is_an_error(
     with pytest.raises(ValueError, match="changed while they were read"):
         keep(path)
     assert folders(tmp_path) == []
+
+
+def test_what_was_used_longest_ago_is_dropped_while_little_is_free(
+    tmp_path: Path, counted: Counted, keep: Callable[..., PreparedData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write_jsonl(tmp_path, *TEXTS, name=f"{i}.jsonl") for i in range(5)]
+    kept = [keep(path) for path in paths[:4]]
+    locks = sorted((tmp_path / "cache").glob(".*.lock"), key=lambda lock: lock.stat().st_mtime_ns)
+    killed = locks[1].with_suffix(".partial")
+    shutil.copytree(locks[1].with_name(locks[1].name[1:-5]), killed)
+    for when, i in enumerate((1, 2, 0, 3)):
+        os.utime(locks[i], (when, when))
+    one_nbytes = cache._nbytes(folders(tmp_path)[0])
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * one_nbytes + 100))
+    with cache._alone(locks[2]):  # being prepared again, as it were
+        os.utime(locks[2], (1, 1))
+        fresh = keep(paths[4])
+    assert not killed.exists() and len(folders(tmp_path)) == 3
+    counted.calls = 0
+    assert list(keep(paths[4])) == list(fresh) and counted.calls == 0
+    assert list(keep(paths[2])) == list(kept[2]) and counted.calls == 0
+    # Dropped, and still there for the run that has them open.
+    assert list(kept[1]) == list(keep(paths[1])) and counted.calls == 1
 
 
 def test_two_that_want_the_same_rows_prepare_them_once(

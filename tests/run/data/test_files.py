@@ -50,6 +50,7 @@ def test_a_folder_is_all_its_data_files(tmp_path: Path, caplog: pytest.LogCaptur
         (["{}/*.md"], "holds no data file"),
         (["hf:a/b/c/d"], "expected hf:owner/name"),
         ([], "no data files were named"),
+        ([""], 'a data file is called ""'),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, sources: list[str], complaint: str) -> None:
@@ -97,8 +98,35 @@ def test_a_data_set_in_a_folder_is_one_thing(tmp_path: Path) -> None:
         "state.json",
     ]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ValueError, match=r"holds several splits: name one of .*/train, .*/test"):
+    with pytest.raises(ValueError, match=r"holds 2 splits: name one of .*/train, .*/test"):
         find_files(str(tmp_path))
+    (tmp_path / "dataset_dict.json").write_text('{"spl')
+    with pytest.raises(ValueError, match=r"dataset_dict\.json: cannot be read"):
+        find_files(str(tmp_path))
+
+
+def test_a_saved_data_set_below_a_folder_is_one_of_its_files(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "b/deep/state.json", "b/deep/dataset_info.json", "b/deep/data.arrow", "c.csv")
+    files = find_files(str(tmp_path))
+    assert names_of(files, tmp_path) == ["a.jsonl", "b/deep", "c.csv"]
+    assert [file.kind for file in files] == ["json", "saved", "csv"]
+
+
+def test_one_file_under_two_names_is_named_twice(tmp_path: Path) -> None:
+    touch(tmp_path, "data/a.jsonl")
+    (tmp_path / "data" / "b.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(ValueError, match=r"b\.jsonl is named twice"):
+        find_files(str(tmp_path / "data"))
+
+
+def test_a_link_to_a_folder_is_not_followed_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    touch(tmp_path, "data/a.jsonl")
+    (tmp_path / "data" / "up").symlink_to("..")
+    with caplog.at_level(logging.INFO, logger="airtune"):
+        assert len(find_files(str(tmp_path / "data"))) == 1
+    assert "1 others are left out, such as" in caplog.text
 
 
 def test_compressed_files_and_byte_order_marks(tmp_path: Path) -> None:

@@ -201,10 +201,7 @@ def test_weights_of_messages() -> None:
         ({"role": "assistant", "tool_calls": [{"arguments": {}}]}, "must name a function"),
         ({"role": "function_call", "content": "f(1)"}, r"messages\[1\] is a string that is no JSON"),
         ({"role": "function_call", "content": "[]"}, "calls nothing"),
-        (
-            {"role": "assistant", "content": "", "reasoning_content": ["r"]},
-            "reasoning_content must be a string",
-        ),
+        ({"role": "assistant", "content": "", "thinking": ["r"]}, "thinking must be a string"),
     ],
 )
 def test_messages_that_are_refused(message: object, complaint: str) -> None:
@@ -218,6 +215,8 @@ def test_messages_that_are_refused(message: object, complaint: str) -> None:
         ({"messages": []}, "messages must be a list of messages with at least one"),
         ({"messages": 0}, "messages must be a list, got number 0"),
         ({"messages": "[{'role': 'user'}]"}, "messages is a string that is no JSON"),
+        ({"messages": "[" * 100_000}, r"is no JSON \(nested too deep\)"),
+        ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, r"is no JSON \(a lone surrogate"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, r"tools\[0\] must define a function"),
         ({"messages": [{"role": "system", "content": ""}], "system": "s"}, "system is given twice"),
         ({"messages": [USER], "system": 0}, "system must be a string, got number 0"),

@@ -61,9 +61,10 @@ def test_jsonl_bytes_as_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b'{"text": "cut', ":3 not JSON: not JSON, Unterminated string .* at column 10; .* was it cut"),
+        (b'{"text": "cut', ":3 not JSON: not JSON, Unterminated string starting at column 10; .* was it"),
+        (b'{"text": "cut"\n', ":3 not JSON: not JSON, Expecting ',' delimiter at column 15$"),
         (b'{"text": "\xff"}\n', ":3 not UTF-8: not UTF-8 at byte 10 of the line"),
-        (b'{"text": "\\ud800"}\n', ":3 lone surrogate: "),
+        (b'{"text": "\\ud800"}\n', ":3 not JSON: .* a lone surrogate"),
         (b"[1]\n", r":3 no JSON object: expected a JSON object, got list \[1\]"),
         (b"null\n", ":3 no JSON object: .* got null"),
         (b"0\n", ":3 no JSON object: .* got number 0"),
@@ -242,6 +243,14 @@ def test_a_data_set_saved_to_disk(tmp_path: Path) -> None:
         rows = [record for record in read(*find_files(str(path))) if isinstance(record, Row)]
         assert [row.fields for row in rows] == AS_MEANT
         assert rows[1].where == f"{tmp_path / 'train'}: row 2"
+
+
+def test_a_damaged_data_set_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(CALLS).save_to_disk(tmp_path)
+    [arrow] = tmp_path.glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:200])
+    with pytest.raises(ValueError, match=f"{tmp_path}: no data set that can be read"):
+        rows_of(tmp_path)
 
 
 def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

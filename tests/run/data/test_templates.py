@@ -87,6 +87,9 @@ def test_a_developer_speaks_as_the_system_where_the_template_does_not_know_the_r
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ messages[0].name.first }}", "has no attribute 'name'"),
         ("{% for %}", "Expected an expression"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' | dictsort }}", "has no attribute 'items'"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
     ],
 )
 def test_what_a_template_trips_over_is_said(source: str, reason: str) -> None:

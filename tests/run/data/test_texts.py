@@ -85,11 +85,11 @@ def test_what_is_not_taught_is_noted_with_the_first_place() -> None:
     writer = ScriptWriter(tiny_tokenizer(), "messages", "assistant", LINES)
     writer.write(Conversation([ASK]), "rows.jsonl:6")
     assert writer.notes() == []
-    for where in ("rows.jsonl:7", "rows.jsonl:8"):
-        writer.write(Conversation([ASK, ANSWER | {"reasoning_content": "hm"}]), where)
+    for where, name in (("rows.jsonl:7", "reasoning_content"), ("rows.jsonl:8", "thinking")):
+        writer.write(Conversation([ASK, ANSWER | {name: "hm"}]), where)
     endless, unreasoned = writer.notes()
     assert "in 2 conversations (first at rows.jsonl:7)" in endless and "does not learn to stop" in endless
-    assert "in 2 conversations (first at rows.jsonl:7)" in unreasoned and "reasoning_content" in unreasoned
+    assert "in 2 conversations (first at rows.jsonl:7)" in unreasoned and "the reasoning" in unreasoned
 
 
 def test_notes_reach_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,9 +22,10 @@ from airtune.weights.checkpoint import Checkpoint, CheckpointError
 from airtune.weights.expert_plans import ExpertGroup
 from airtune.weights.file_map import FileMap
 from airtune.weights.image import load_tensor
-from airtune.weights.layout import TensorPlan, plan_weights
+from airtune.weights.layout import plan_weights
 from airtune.weights.packed import row_blocks
 from airtune.weights.packed.schemes import _Fp8Dequantize, take_scheme
+from airtune.weights.plans import TensorPlan
 from airtune.weights.reader import ByteReader
 from tests import packed, zoo
 
@@ -201,6 +202,29 @@ def test_scales_under_another_name(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, want[name]) for name, tensor in load(plans, model).items())
     without(folder, f"{Q_PROJ}.scale")
     refused(folder, f"{Q_PROJ}.weight")
+
+
+def test_a_half_that_is_not_packed(tmp_path: Path) -> None:
+    """Of a fused weight one half may be stored as it is computed with."""
+    folder = packed.make("int4 experts", tmp_path)
+    model, plans = plan(folder)
+    want = load(plans, model)
+
+    def unpack_up(tensors: packed.Tensors) -> packed.Tensors:
+        made = {}
+        for key, tensor in tensors.items():
+            stem, _, name = key.rpartition(".")
+            if ".experts." not in stem or not stem.endswith("up_proj"):
+                made[key] = tensor
+            elif name == "weight_packed":
+                layer, _, expert = stem.removesuffix(".up_proj").rpartition(".")
+                made[f"{stem}.weight"] = want[f"{layer}.gate_up_proj"][int(expert)].chunk(2)[1].clone()
+        return made
+
+    packed.edit(folder, unpack_up)
+    model, plans = plan(folder)
+    assert [name for name, plan in plans.items() if name.endswith("gate_up_proj") and plan.packed]
+    assert all(torch.equal(tensor, want[name]) for name, tensor in load(plans, model).items())
 
 
 # What is not complete

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from airtune.weights.header import DTYPES, StoredTensor
-from airtune.weights.packing import PACKINGS, Form
+from airtune.weights.packed.packing import PACKINGS, Form
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 
@@ -29,34 +28,19 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 Chunk = tuple[str, int, torch.Tensor]  # key, offset in its tensor in bytes, what stands from there on
 
 
-class Packing(Protocol):
-    """One way to store a matrix [out, in] or a stack of them [E, out, in] in fewer bits."""
+class Nf4:
+    """bitsandbytes' 4-bit floats for numbers that are normally distributed.
+
+    As every packing does, it stores a matrix [out, in] or a stack of them [E, out, in].
+    """
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of that shape can be packed."""
-        ...
-
-    def forms(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Form]:
-        """{key: (dtype, shape)} of what is stored for a weight called `key`."""
-        ...
-
-    def pack(self, key: str, weight: torch.Tensor, device: torch.device) -> Iterator[Chunk]:
-        """All of that, in chunks on the host; computed on `device`.
-
-        Raises:
-            ValueError: the weight is not finite, or too large.
-        """
-        ...
-
-
-class Nf4:
-    """bitsandbytes' 4-bit floats for numbers that are normally distributed."""
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
         # Other rows could be packed too, but bitsandbytes' own CPU kernel does not read them back rightly.
         return shape[-1] % BLOCKSIZE == 0
 
     def forms(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Form]:
+        """{key: (dtype, shape)} of what is stored for a weight called `key`."""
         front, count = shape[:-2], math.prod(shape[-2:])
         return {
             key: (torch.uint8, (*front, count // 2, 1)),
@@ -66,14 +50,12 @@ class Nf4:
         }
 
     def pack(self, key: str, weight: torch.Tensor, device: torch.device) -> Iterator[Chunk]:
+        """All of that, in chunks on the host; computed on `device`. ValueError for what is not finite."""
         from bitsandbytes import functional
 
         yield f"{key}.quant_map", 0, functional.get_4bit_type("nf4", device="cpu")
-        yield (
-            _state_key(key),
-            0,
-            torch.tensor(list(_state(tuple(weight.shape), weight.dtype)), dtype=torch.uint8),
-        )
+        state_bytes = list(_state(tuple(weight.shape), weight.dtype))
+        yield _state_key(key), 0, torch.tensor(state_bytes, dtype=torch.uint8)
         start = 0
         for bite in weight.contiguous().view(-1).split(_BITE):
             _check_finite(key, bite)
@@ -84,7 +66,7 @@ class Nf4:
 
 
 class Int8:
-    """Rows of 8-bit integers. bitsandbytes rounds to float16 first."""
+    """Rows of 8-bit integers. bitsandbytes rounds to float16 first, which is too small for some weights."""
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         return True
@@ -113,7 +95,7 @@ class Int8:
         return (f"{prefix}.SCB", f"{prefix}.weight_format") if leaf == "weight" else (f"{key}_absmax", None)
 
 
-PACKINGS: Mapping[str, Packing] = {"nf4": Nf4(), "int8": Int8()}
+PACKINGS: Mapping[str, Nf4 | Int8] = {"nf4": Nf4(), "int8": Int8()}
 
 
 def _state_key(key: str) -> str:

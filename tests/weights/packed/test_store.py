@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from airtune.durable import alone_in
 from airtune.model.quantising import quantise
-from airtune.weights import packed_store
 from airtune.weights.checkpoint import Checkpoint, CheckpointError
-from airtune.weights.manifest import MANIFEST, Manifest, check_store, fingerprint
-from airtune.weights.packing import Nf4
+from airtune.weights.packed import store
+from airtune.weights.packed.manifest import MANIFEST, UNFINISHED, Manifest, check_store, fingerprint
+from airtune.weights.packed.packing import Nf4
 from tests import zoo
 
 SHARD_NBYTES = 60_000
@@ -80,11 +82,7 @@ def test_its_files(source: Path, tmp_path: Path) -> None:
     assert set(manifest.source) == {"config.json", *(file.name for file in source.glob("*.safetensors"))}
     keys = {key for file in shards for key in load_file(file)}
     assert keys == set(json.loads((store / "model.safetensors.index.json").read_text())["weight_map"])
-
-
-def test_every_tensor_is_aligned(source: Path, tmp_path: Path) -> None:
-    for stored in Checkpoint.open(write(source, tmp_path / "packed")).values():
-        assert stored.offset % stored.dtype.itemsize == 0
+    assert all(stored.offset % stored.dtype.itemsize == 0 for stored in Checkpoint.open(store).values())
 
 
 @pytest.mark.parametrize("weights", [0, 11, 27])
@@ -124,6 +122,20 @@ def test_an_unfinished_store_is_no_model(
         check_store(tmp_path / "packed")
 
 
+def test_it_is_never_both_finished_and_not(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in between, it would be no model, and no call would go on with it."""
+    folder, rename = tmp_path / "packed", os.replace
+
+    def watched(old: Path, new: Path) -> None:
+        rename(old, new)
+        assert not ((folder / MANIFEST).exists() and (folder / UNFINISHED).exists())
+
+    monkeypatch.setattr(os, "replace", watched)
+    write(source, folder)
+
+
 def test_a_finished_store_is_left_alone(source: Path, tmp_path: Path) -> None:
     folder = write(source, tmp_path / "packed")
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -154,9 +166,17 @@ def test_another_plan_is_refused(source: Path, tmp_path: Path) -> None:
         quantise(source, scheme="nf4", output_dir=tmp_path / "packed", shard_nbytes=SHARD_NBYTES // 2)
 
 
-def test_a_folder_with_something_else_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"source is not empty"):
-        write(source, source)
+@pytest.mark.parametrize("place", ["", "config.json"])
+def test_a_place_with_something_else_is_refused(source: Path, place: str) -> None:
+    with pytest.raises(ValueError, match=rf"source/?{place} is not an empty folder"):
+        write(source, source / place)
+
+
+def test_two_do_not_write_the_same_store(source: Path, tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(ValueError, match="another process is writing into"):
+        write(source, tmp_path)
+    with pytest.raises(ValueError, match="not an empty folder"):  # it has got as far as that
+        write(source, tmp_path)
 
 
 def test_space_is_looked_for_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +185,7 @@ def test_space_is_looked_for_first(source: Path, tmp_path: Path, monkeypatch: py
         file.stat().st_size for file in [*whole.glob("*.safetensors"), whole / "generation_config.json"]
     )
     free = needed - 1
-    monkeypatch.setattr(packed_store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
     with pytest.raises(ValueError, match=f"{needed} bytes are to be written, and the disk has {free} free"):
         write(source, tmp_path / "packed")
     free = needed

@@ -8,8 +8,8 @@ import pytest
 import torch
 from bitsandbytes import functional
 
-from airtune.weights import packing
-from airtune.weights.packing import PACKINGS
+from airtune.weights.packed import packing
+from airtune.weights.packed.packing import PACKINGS
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -19,11 +19,11 @@ from typing import BinaryIO
 
 import torch
 
-from airtune.durable import put, sync, write_whole
+from airtune.durable import alone_in, put, write_whole
 from airtune.weights.checkpoint import Checkpoint
 from airtune.weights.file_map import FileMap
 from airtune.weights.header import listed
-from airtune.weights.manifest import (
+from airtune.weights.packed.manifest import (
     MANIFEST,
     UNFINISHED,
     Manifest,
@@ -32,8 +32,8 @@ from airtune.weights.manifest import (
     digest_of,
     fingerprint,
 )
-from airtune.weights.packing import PACKINGS
-from airtune.weights.shards import Shard, Weight
+from airtune.weights.packed.packing import PACKINGS
+from airtune.weights.packed.shards import Shard, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,16 @@ class PackedStore:
         """Write it into `folder`: new, empty, or begun before. `device` is where weights are packed.
 
         Raises:
-            ValueError: the folder holds something else, the disk is too full, or a weight cannot be packed.
+            ValueError: the folder holds something else, another process writes into it, the disk is too full,
+                or a weight cannot be packed.
         """
+        if not folder.exists():
+            folder.mkdir(parents=True)
+        with alone_in(folder):
+            self._write_alone(folder, device)
+
+    def _write_alone(self, folder: Path, device: torch.device) -> None:
         manifest = self._manifest()
-        folder.mkdir(parents=True, exist_ok=True)
         before = _manifest_in(folder, manifest)
         if before is not None and (folder / MANIFEST).is_file():
             check_store(folder)
@@ -81,6 +87,8 @@ class PackedStore:
         self._require_space(folder, missing)
         manifest = replace(manifest, files=whole)
         manifest.write(folder / UNFINISHED)
+        for file in self._small_files():
+            write_whole(folder / file.name, file.read_bytes())
         started, done_nbytes = time.perf_counter(), 0
         for shard in missing:
             written = self._write_shard(folder, shard, device)
@@ -89,12 +97,10 @@ class PackedStore:
             done_nbytes += shard.nbytes
             speed = done_nbytes / (time.perf_counter() - started) / 1e6
             logger.info("%s of %d is written, %.0f MB/s", shard.name, len(self.shards), speed)
-        self._write_small_files(folder)
-        replace(manifest, files={**manifest.files, _INDEX: digest_of(folder / _INDEX)}).write(
-            folder / MANIFEST
-        )
-        (folder / UNFINISHED).unlink()
-        sync(folder)
+        self._write_index(folder)
+        manifest = replace(manifest, files={**manifest.files, _INDEX: digest_of(folder / _INDEX)})
+        manifest.write(folder / UNFINISHED)
+        put(folder / UNFINISHED, folder / MANIFEST)
 
     def _manifest(self) -> Manifest:
         files = (*self.source.files, self.source.folder / "config.json")
@@ -152,9 +158,7 @@ class PackedStore:
         for key, offset, chunk in PACKINGS[self.scheme].pack(weight.key, matrix, device):
             _put(stream, offsets[key] + offset, chunk)
 
-    def _write_small_files(self, folder: Path) -> None:
-        for file in self._small_files():
-            write_whole(folder / file.name, file.read_bytes())
+    def _write_index(self, folder: Path) -> None:
         weight_map = {key: shard.name for shard in self.shards for key in shard.offsets}
         total_nbytes = sum(shard.nbytes - len(shard.header) for shard in self.shards)
         index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
@@ -173,8 +177,8 @@ def _manifest_in(folder: Path, manifest: Manifest) -> Manifest | None:
     """
     file = next((folder / name for name in (MANIFEST, UNFINISHED) if (folder / name).is_file()), None)
     if file is None:
-        if any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty. Name a new folder for the packed weights.")
+        if folder.is_file() or any(folder.iterdir()):
+            raise ValueError(f"{folder} is not an empty folder. Name a new one for the packed weights.")
         return None
     before = Manifest.read(file)
     if before.scheme != manifest.scheme:

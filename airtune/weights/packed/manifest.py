@@ -73,9 +73,7 @@ def fingerprint(file: Path) -> dict[str, object]:
     digest = hashlib.sha256()
     nbytes = file.stat().st_size
     with file.open("rb") as stream:
-        start = stream.read(
-            8
-        )  # of safetensors: how long the header is; of other files, which are small, all of it
+        start = stream.read(8)  # of safetensors: the header's length; of other, small files: all of it
         digest.update(start + stream.read(min(nbytes, int.from_bytes(start, "little"))))
         for sample in range(_SAMPLES):
             stream.seek(sample * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
