@@ -6,10 +6,8 @@ checkpoint was half deleted. So each is looked at again before it is trusted: ev
 needs, each whole by its own format. Newest first; what is skipped is said.
 """
 
-import fcntl
 import json
 import logging
-import os
 import re
 import shutil
 import zipfile
@@ -17,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from airtune.durable import alone_in
 from airtune.model.adapter_io import AdapterError, read_adapter
 
 logger = logging.getLogger(__name__)
@@ -52,26 +51,13 @@ def open_run_folder(output_dir: Path, *, resume: bool) -> Path | None:
 def held(output_dir: Path, *, resume: bool) -> Iterator[None]:
     """The run's folder, created if need be, is this run's alone: two would write over one another.
 
-    RunFolderError when another run has it, or has had it since `open_run_folder` looked.
+    ValueError when another process has it, RunFolderError when one has had it since `open_run_folder` looked.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunFolderError(
-                f"another run is writing into {output_dir}: choose another output_dir"
-            ) from error
-        except OSError as error:
-            logger.warning(
-                "Another run into %s would not be noticed: it cannot be locked (%s)", output_dir, error
-            )
+    with alone_in(output_dir):
         if not resume:
             open_run_folder(output_dir, resume=False)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def newest_checkpoint(output_dir: Path) -> Path:

@@ -449,7 +449,7 @@ def test_a_folder_in_use_is_an_error_that_says_what_to_do(tmp_path: Path):
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path):
     with (
         held(tmp_path / "run", resume=False),
-        pytest.raises(RunFolderError, match="another run is writing into"),
+        pytest.raises(ValueError, match="another process is writing into"),
         held(tmp_path / "run", resume=True),
     ):
         pass
