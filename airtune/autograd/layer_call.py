@@ -1,13 +1,15 @@
 """One call of a streamed layer: its first run, its second run, and the sums of gradients.
 
 Both runs take the batch in micro-batches, in the same order and with the same random state. Nothing but the
-inputs, and what the second run must restore, is kept in between.
+inputs, and what the second run must restore, is kept in between; or the graphs of the first run, which then
+stand in for the second.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -45,12 +47,42 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class _Graph:
-    """A first run that was kept: what the weights' visit said then, and what backward needs of it."""
+    """A micro-batch's first run that was kept: what the weights' visit said then, and what backward needs."""
 
     token: object
     leaves: list[Any]
     aliases: list[torch.Tensor]
     made: list[torch.Tensor]
+
+
+class GraphSize:
+    """Counts what graphs would keep, without keeping more than one at a time.
+
+    Attributes:
+        nbytes: of all graphs so far. What is saved twice counts once in a graph, frozen weights do not.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    @contextmanager
+    def of(self, module: torch.nn.Module) -> Iterator[None]:
+        """Inside, `module` runs, and what that saves for backward is counted and dropped at the end."""
+        saved: list[torch.Tensor] = []  # held until then: the memory of a dropped one would be another's
+        try:
+            with _instead_of_saving(saved.append):
+                yield
+            frozen = _storage_nbytes(p for p in module.parameters() if not p.requires_grad)
+            self.nbytes += sum(n for address, n in _storage_nbytes(saved).items() if address not in frozen)
+        finally:
+            saved.clear()  # the graph holds what took its tensors, and would hold itself
+
+
+def _storage_nbytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """{address: bytes} of the memory that the tensors are in; subclasses have none of their own."""
+    plain = (tensor for tensor in tensors if type(tensor) in (torch.Tensor, torch.nn.Parameter))
+    storages = (tensor.untyped_storage() for tensor in plain)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 @dataclass
@@ -60,7 +92,8 @@ class LayerCall:
     Args:
         lists: the recording lists as the call found them, emptied.
         batched: for each tensor that the layer makes, whether it is joined by rows.
-        keep_graph: keep the first run's graph and use it in place of the second run.
+        keep_graph: keep the first run's graphs and use them in place of the second run.
+        graph_size: counts what the graphs of the first run would take.
         variant: rows that are run otherwise; only without gradients.
     """
 
@@ -76,11 +109,12 @@ class LayerCall:
     lists: Lists | None
     differentiable: bool
     keep_graph: bool = False
+    graph_size: GraphSize | None = None
     variant: Variant | None = None
     batched: tuple[bool, ...] = ()
     tracked: tuple[bool, ...] = ()
     _ambients: list[Ambient] = field(default_factory=list)
-    _graph: _Graph | None = None
+    _graphs: list[_Graph] = field(default_factory=list)
     _versions: tuple[int, ...] = ()
     _training: bool = False
 
@@ -106,7 +140,7 @@ class LayerCall:
             join.add(index, [tensor.detach() for tensor in made])
             self._check_shared(index, made, join, hops)
             if self.keep_graph:
-                self._graph = _Graph(token, leaves, aliases, made)
+                self._graphs.append(_Graph(token, leaves, aliases, made))
         hops.finish()
         assert layout is not None
         self._versions = tuple(trainable.parameter._version for trainable in self.parameters)
@@ -152,21 +186,23 @@ class LayerCall:
         """The layer on every micro-batch again, with its graph: gradients of its tensors, then parameters."""
         hops = Hops(self.weights.device)
         gradients = Gradients(self.arguments, self.split, self.parameters, inputs, needed, hops)
-        graph, self._graph = self._graph, None  # used up by one backward: another one recomputes
-        if graph is not None and graph.token == token:
-            moved = hops.send(grads)
-            hops.arrive(moved)
-            gradients.add(self.split.slices[0], graph.leaves, graph.aliases, graph.made, moved)
+        graphs, self._graphs = deque(self._graphs), []  # used up by one backward: another one recomputes
+        if graphs and graphs[0].token == token:
+            for index, _, moved in self._micro_batches((), grads, hops):
+                graph = graphs.popleft()
+                gradients.add(self.split.slices[index], graph.leaves, graph.aliases, graph.made, moved)
+                del graph
             hops.finish()
             return gradients.result()
-        del graph
+        graphs.clear()
         aliases = [trainable.alias() for trainable in self.parameters]
         for index, leaves, moved in self._micro_batches(inputs, grads, hops):
             with torch.enable_grad(), self._ambients[index].restored(), in_place_of(self.parameters, aliases):
                 made, _ = self._run(leaves)
-            if len(made) != len(self.tracked):
+            if tuple(tensor.requires_grad for tensor in made) != self.tracked:
                 raise RuntimeError(
-                    f"{self.name} made {len(made)} tensors in backward, {len(self.tracked)} in forward"
+                    f"{self.name} made {len(made)} tensors in backward and {len(self.tracked)} in forward, or "
+                    "others that gradients pass through; call backward with the adapters as they were then"
                 )
             gradients.add(self.split.slices[index], leaves, aliases, made, moved)
         hops.finish()
@@ -197,7 +233,7 @@ class LayerCall:
         self, inputs: Sequence[Any], grads: Sequence[torch.Tensor | None], hops: Hops
     ) -> Iterator[tuple[int, list[Any], list[Any]]]:
         """(index, leaves, gradients of the outputs), on the device; the next micro-batch is on its way
-        meanwhile.
+        meanwhile. No `inputs`: for those of which the gradients are enough.
         """
         count = len(self.split.slices)
 
@@ -212,7 +248,7 @@ class LayerCall:
             hops.arrive(here)
             coming = send(index + 1) if index + 1 < count else []
             leaves, moved = here[: len(inputs)], here[len(inputs) :]
-            for i in self.arguments.needs_grad:
+            for i in self.arguments.needs_grad if inputs else ():
                 leaves[i].requires_grad_(self.differentiable)
             yield index, leaves, moved
             hops.computed()
@@ -239,7 +275,7 @@ class LayerCall:
     ) -> tuple[list[torch.Tensor], Layout]:
         """A run that can be repeated: what it depends on is noted, what it saves for backward is dropped."""
         self._ambients.append(Ambient.capture(self.weights.device))
-        with in_place_of(self.parameters, aliases), nullcontext() if self.keep_graph else _nothing_saved():
+        with in_place_of(self.parameters, aliases), self._saving():
             made, layout = self._run(leaves)
         for value in layout.constants():
             if not isinstance(value, PLAIN):
@@ -249,16 +285,24 @@ class LayerCall:
         self.tracked = tuple(tensor.requires_grad for tensor in made)
         return made, layout
 
+    def _saving(self) -> AbstractContextManager[None]:
+        """Says what becomes of the tensors that a run saves for backward."""
+        if self.keep_graph:
+            return nullcontext()
+        if self.graph_size is not None:
+            return self.graph_size.of(self.module)
+        return _instead_of_saving(lambda tensor: None)
+
 
 @contextmanager
-def _nothing_saved() -> Iterator[None]:
-    """Inside, what is saved for backward is dropped on the spot.
+def _instead_of_saving(take: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, what is saved for backward is given to `take`, and not saved.
 
     As `torch.autograd.graph.saved_tensors_hooks` does it, whose hooks stay for ever where an interrupt
     (Ctrl-C) comes as its exit begins.
     """
     try:
-        torch._C._autograd._push_saved_tensors_default_hooks(lambda tensor: None, lambda nothing: nothing)
+        torch._C._autograd._push_saved_tensors_default_hooks(take, lambda nothing: nothing)
         yield
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_flatten
 
 from airtune.autograd.ambient import kept_rng
 from airtune.autograd.gradients import Arguments, Trainable, compute_dtypes
-from airtune.autograd.layer_call import PLAIN, Direction, LayerCall, Weights
+from airtune.autograd.layer_call import PLAIN, Direction, GraphSize, LayerCall, Weights
 from airtune.autograd.layer_run import NoRecording, Recording, apply_changes, blank
 from airtune.autograd.row_split import MicroBatchError, RowSplit, Variant, prove_split
 
-__all__ = ["Direction", "StreamedLayer", "Weights"]
+__all__ = ["Direction", "GraphSize", "StreamedLayer", "Weights"]
 
 
 @dataclass
@@ -47,9 +47,9 @@ class StreamedLayer:
         weights: brings the parameters to the device for the time of a visit.
         recording: the lists that hooks inside the layer append to.
         micro_batch_size: rows that go through the layer at once; None for all.
-        keep_graph: with a single micro-batch, keep the graph of the first run for the backward pass. For
-            the layer that backward visits first it saves the recompute and costs no memory at the peak; for
-            others it costs their graph.
+        keep_graph: keep the graphs of the first run for the backward pass, which saves the recompute. With
+            a single micro-batch, the layer that backward visits first has one at the peak anyway.
+        graph_size: counts what the graphs of first runs would take, where they are not kept.
         variant: rows that are run otherwise, in the same visit; for forward passes without gradients.
     """
 
@@ -60,6 +60,7 @@ class StreamedLayer:
     recording: Recording = field(default_factory=NoRecording)
     micro_batch_size: int | None = None
     keep_graph: bool = False
+    graph_size: GraphSize | None = None
     variant: Variant | None = None
     _proofs: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
     _dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
@@ -113,9 +114,10 @@ class StreamedLayer:
                 parameters=parameters,
                 lists=blank(lists),
                 differentiable=differentiable,
+                keep_graph=self.keep_graph and differentiable,
+                graph_size=self.graph_size,
                 variant=self.variant,
             )
-            call.keep_graph = self.keep_graph and differentiable and len(call.split.slices) == 1
             call.batched = self._batched_outputs(call, leaves)
             made, layout = call.first_run(leaves, token)
         if differentiable:

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from airtune.autograd.row_split import MicroBatchError, Variant
-from airtune.autograd.streamed_layer import Direction, StreamedLayer
+from airtune.autograd.streamed_layer import Direction, GraphSize, StreamedLayer
 from airtune.model.places import Places
 from airtune.model.recording import TransformersRecording
+from airtune.model.request import check_micro_batch_size
 from airtune.weights.budget import SlotBudget
 from airtune.weights.experts import ExpertWindow
 from airtune.weights.memory import available_memory_nbytes
@@ -47,6 +48,7 @@ class _Pass:
 
     rows: int | None
     trains: bool
+    micro_batches: int = 1
 
 
 class Stream:
@@ -78,14 +80,7 @@ class Stream:
         self._undo: list[Callable[[], None]] = []
         recording = TransformersRecording()
         self._layers = [
-            StreamedLayer(
-                module,
-                path,
-                module.forward,
-                _LayerWeights(self, i),
-                recording,
-                keep_graph=i == len(layers) - 1,
-            )
+            StreamedLayer(module, path, module.forward, _LayerWeights(self, i), recording)
             for i, (path, module) in enumerate(layers.items())
         ]
         for layer in self._layers:
@@ -102,10 +97,7 @@ class Stream:
 
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int | None) -> None:
-        if rows is not None and rows < 1:
-            raise ValueError(
-                f"micro_batch_size must be at least 1 row, or None for the whole batch; got {rows}"
-            )
+        check_micro_batch_size(rows)
         for layer in self._layers:
             layer.micro_batch_size = rows
 
@@ -177,7 +169,6 @@ class Stream:
             del layer.module.forward
         while self._undo:
             self._undo.pop()()
-        self._residency.close()
 
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a layer, in place of its forward."""
@@ -207,13 +198,18 @@ class Stream:
         batch = given.get("input_ids")
         batch = given.get("inputs_embeds") if batch is None else batch
         trains = self._trains()
-        self._passes[-1] = _Pass(len(batch) if isinstance(batch, torch.Tensor) else None, trains)
         generates = not trains and given.get("labels") is None
         caches = [value for value in given.values() if isinstance(value, Cache)]
         whole = generates and given.get("use_cache") is not False
         rows = None if whole else self.micro_batch_size
         tokens = _tokens_at_once(given.get("input_ids"), batch, rows)
-        self.places.begin(trains=trains, generates=generates, tokens=tokens)
+        batch_size = len(batch) if isinstance(batch, torch.Tensor) else None
+        micro_batches = -(-batch_size // rows) if batch_size and rows else 1
+        self._passes[-1] = _Pass(batch_size, trains, micro_batches)
+        self.places.begin(trains=trains, generates=generates, tokens=tokens, micro_batches=micro_batches)
+        for i, layer in enumerate(self._layers):
+            layer.keep_graph = i in self.places.graphs
+            layer.graph_size = GraphSize() if self.places.counts_graphs else None
         # Some models keep their state on themselves rather than in a cache object; and whoever wants a loss
         # wants no cache, which would keep the batch from being split.
         wants_loss = given.get("labels") is not None and not caches
@@ -234,8 +230,13 @@ class Stream:
         return bool(trainable)
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._passes.pop()
-        self.places.end()
+        micro_batches = self._passes.pop().micro_batches
+        self.places.end(
+            [
+                0 if layer.graph_size is None else layer.graph_size.nbytes // micro_batches
+                for layer in self._layers
+            ]
+        )
 
 
 def _tokens_at_once(ids_BS: object, embedded_BSD: object, rows: int | None) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # The measured peak of one step may be passed by a longer row in the next one.
-_WORKING_MARGIN = 1.1
+WORKING_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SlotBudget:
         if self.nbytes is None:
             return self.first() * self.slot_nbytes
         # The first step's peak comes before Adam's moments are there: half of what is fixed.
-        left = self.nbytes - int(working_nbytes * _WORKING_MARGIN) - self.fixed_nbytes // 2
+        left = self.nbytes - int(working_nbytes * WORKING_MARGIN) - self.fixed_nbytes // 2
         return max(self.slot_nbytes, left)
 
     def settled(self, nbytes: int) -> int:

@@ -22,7 +22,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,7 +35,7 @@ from airtune.weights.image import LayerImage, view_stored
 from airtune.weights.reader import ByteReader
 from airtune.weights.schedule import Direction, Route, Stop
 from airtune.weights.transport import Slot, Transport
-from airtune.weights.workers import workers
+from airtune.weights.workers import Task, Workers
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class Residency:
         self._transport = Transport(
             self._images, reader, files, device=device, cache_nbytes=cache_nbytes, poison=poison
         )
-        self._worker = workers(1, "airtune-weights", device)
-        self._filling: dict[int, Future[tuple[int, int]]] = {}
+        self._worker = Workers(1, "airtune-weights", device)
+        self._filling: dict[int, Task[tuple[int, int]]] = {}
         self._fills = itertools.count(1)
         # Autograd may start on another graph while a layer's backward is under way: visits can be nested. And
         # what hooks on adapters' gradients call runs in the device's own autograd thread, beside a visit.
@@ -207,7 +206,7 @@ class Residency:
     def close(self) -> None:
         """Stop the background thread and give the slots back."""
         self._closed = True
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown()
         self._present.clear()
         self._transport.close()
 
@@ -293,9 +292,10 @@ class Residency:
     def _bring(self, index: int, drop: int | None) -> None:
         """Give `index` a slot (that of `drop`, if it is not None) and start to fill it."""
         # Tensors made in inference mode could not take part in a training step later.
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             slot = self._transport.slot(self._slot_nbytes) if drop is None else self._let_go(drop)
-            slot.fill = next(self._fills)
+            # Views of the mapped file stay where they are while their layer is away.
+            slot.fill = next(self._fills) if self._images[index].nbytes else 0
             if index not in slot.views:
                 image, bindings = self._images[index], self._bindings[index]
                 tensors = self._mapped[index] + [region.view(slot.buffer) for region in image.packed]

@@ -30,7 +30,8 @@ class Slot:
 
     Attributes:
         buffer: uint8, on the device.
-        fill: number of the filling that is in it; no two that a residency starts have the same.
+        fill: number of the filling that is in it; no two of a residency are the same, but 0 where the buffer
+            is not used.
         views: for each layer that was here, its tensors as views of the buffer (or of the mapped file).
     """
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from airtune.autograd.layer_run import Lists
 from airtune.autograd.row_split import MicroBatchError, Variant
-from airtune.autograd.streamed_layer import Direction, StreamedLayer
+from airtune.autograd.streamed_layer import Direction, GraphSize, StreamedLayer
 from tests.sim import Simulator
 
 
@@ -617,13 +617,34 @@ def test_a_kept_graph_is_used_only_if_the_weights_stayed(moved: bool, runs: int)
     assert_equal(got, gradients(weighted(module(x)), x, module.scale))
 
 
-def test_micro_batches_keep_no_graph() -> None:
-    function, calls = counted(lambda scale, x: x * scale)
-    module, x = Fn(function), batch(4)
-    loss = weighted(stream(module, moved=False, micro_batch_size=2, keep_graph=True)((x,), {}, 4))
-    assert len(calls) == 3 + 2, "three runs of the proof, two micro-batches"
-    loss.backward()
-    assert len(calls) == 3 + 2 + 2
+@pytest.mark.parametrize(("moved", "again"), [(False, 0), (True, 3)])
+def test_each_micro_batch_has_its_graph(moved: bool, again: int) -> None:
+    module, x = Lora(dropout=0.5).double(), batch(5)
+    torch.manual_seed(5)
+    want = gradients(weighted(naive(module, 5, 2, x)), x, module.down.weight, module.up.weight)
+    layer = stream(module, moved=moved, micro_batch_size=2, keep_graph=True)
+    layer.forward, calls = counted(layer.forward)
+    torch.manual_seed(5)
+    loss = weighted(layer((x,), {}, 5))
+    calls.clear()
+    assert_close(gradients(loss, x, module.down.weight, module.up.weight), want)
+    assert len(calls) == again
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_what_graphs_would_take_is_counted_without_them(size: int | None) -> None:
+    """Each tensor once, however often it is saved, and no frozen weight."""
+    module, x = Lora(dropout=0.5).double(), batch(4)
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append(tensor) or tensor, lambda t: t):
+        naive(module, 4, size, x)
+    storages = [tensor.untyped_storage() for tensor in held]
+    kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    del kept[module.base.weight.data_ptr()]
+    in_each = sum(kept[tensor.data_ptr()] for tensor in (x, module.down.weight, module.up.weight))
+    layer = stream(module, micro_batch_size=size, graph_size=(counted := GraphSize()))
+    layer((x,), {}, 4)
+    assert counted.nbytes == sum(kept.values()) + (in_each if size else 0)
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -756,7 +777,16 @@ def test_a_recompute_that_makes_something_else_is_an_error() -> None:
         return (x * scale,) * 1 if len(calls) > 1 else (x * scale, x.sin())
 
     loss = weighted(stream(Fn(function))((batch(3),), {})[0])
-    with pytest.raises(RuntimeError, match="layer 3 made 1 tensors in backward, 2 in forward"):
+    with pytest.raises(RuntimeError, match="layer 3 made 1 tensors in backward and 2 in forward"):
+        loss.backward()
+
+
+def test_a_recompute_without_the_adapter_is_an_error() -> None:
+    """PEFT's `disable_adapter()` around backward alone."""
+    enabled = [True, False]
+    module = Fn(lambda scale, x: x * scale if enabled.pop(0) else x * 2)
+    loss = weighted(stream(module)((batch(3).detach(),), {}))
+    with pytest.raises(RuntimeError, match="with the adapters as they were then"):
         loss.backward()
 
 

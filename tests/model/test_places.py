@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import airtune
 from airtune.model import assembly
 from tests import zoo
 from tests.sim import Simulator
-from tests.twins import lora
+from tests.twins import gradients, lora, relative_error
 
 BUDGET_NBYTES = 2_000_000
 LAYERS = 4
@@ -93,3 +94,53 @@ def test_in_training_experts_come_before_further_layers(
     for _ in range(2):
         step(model, 16)
     assert window.places >= window.layer_count > 2
+
+
+def watch_runs(model: torch.nn.Module) -> Counter[str]:
+    """Counts how often each layer computes."""
+    runs: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_hook(lambda *_, name=name: runs.update([name]))
+    return runs
+
+
+@pytest.mark.parametrize("budget_nbytes", [2_000_000, 3_000_000, 8_000_000])
+def test_what_layers_leave_holds_graphs(sim: Simulator, tmp_path: Path, budget_nbytes: int) -> None:
+    """Layers whose graphs fit are computed once a step, the last ones first, and nothing else changes."""
+    folder = zoo.make("llama", tmp_path)
+    sim.reset_peak()
+    start = sim.now()
+    model, stream = load("llama", folder, budget_nbytes)
+    runs = watch_runs(model)
+    seen = []
+    for _ in range(3):
+        runs.clear()
+        model.zero_grad()
+        step(model, 64)
+        seen.append(gradients(model))
+    assert sim.peak() - start <= budget_nbytes
+    for later in seen[1:]:
+        assert relative_error(later, seen[0]) < 1e-6
+    assert (
+        list(runs.values())
+        == {
+            2_000_000: [4, 4, 4, 4],
+            3_000_000: [4, 4, 2, 2],
+            8_000_000: [2, 2, 2, 2],
+        }[budget_nbytes]
+    ), "two micro-batches, forward and again in backward"
+    stream.places.hold(2)
+    step(model, 64)
+
+
+def test_on_the_cpu_graphs_take_no_more_than_layers(tmp_path: Path) -> None:
+    model = airtune.load(zoo.make("llama", tmp_path), lora=lora("llama"))
+    stream, runs = airtune.stream_of(model), watch_runs(model)
+    counts = []
+    for length in (8, 8, 512, 512):
+        runs.clear()
+        step(model, length)
+        counts.append(list(runs.values()))
+    longer = [2, 2, 2, 1]  # the last layer's graph is there at the peak anyway
+    assert counts == [longer, [1, 1, 1, 1], longer, longer]
