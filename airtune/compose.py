@@ -119,9 +119,9 @@ def resolved_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=110)
 
 
-def recipe_names(folders: Sequence[Path] | None = None) -> list[str]:
+def recipe_names() -> list[str]:
     """The names that `+recipe=` knows."""
-    return _options("recipe", folders or [conf_folder()])
+    return _options("recipe", [conf_folder()])
 
 
 def _composed(words: list[str], config_name: str) -> dict[str, object]:
@@ -215,9 +215,9 @@ def _parsed(word: str) -> tuple[str, Override]:
     """(the word as Hydra can read it, what Hydra reads)."""
     if word.startswith("-"):
         raise ConfigError(f"unknown option {word!r}; settings are written key=value (see --help)")
-    if "=" not in word and not word.startswith("~"):
+    key, equals, value = word.partition("=")
+    if (not equals or not key.lstrip("+")) and not word.startswith("~"):
         raise ConfigError(f"expected key=value, got {word!r}")
-    key, _, value = word.partition("=")
     # Text that Hydra's syntax has no room for (~/x, a=b.jsonl, it's) is taken as it stands.
     quoted = [] if value.startswith(("[", "{", "'", '"')) else [f"{key}={_quoted(value)}"]
     for tried in [word, *quoted]:

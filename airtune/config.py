@@ -10,6 +10,7 @@ show is found before anything heavy is imported. Small modules do it, and none o
     kinds.py         texts that are paths, sizes or prose
     compose.py       command line + conf/*.yaml + recipe -> the configuration of one command
     trainer_keys.py  the keys of `trainer:`, which are those of transformers
+    unsupported.py   what of them streaming cannot honour
     usage.py         --help
 
 A command is a dataclass here with its line in `COMMANDS`, and `conf/NAME.yaml`, which lists its groups. Tests
@@ -72,7 +73,7 @@ class TrainConfig(Keys):
         return [
             (0 <= self.seed < 2**32, "seed", SEED),
             (
-                self.data.eval is not None or strategy == "no",
+                self.data.eval is not None or strategy in ("no", False),  # false: a bare no, see `checks`
                 "data.eval",
                 f"files (trainer.eval_strategy is {strategy!r}; or set that to no)",
             ),

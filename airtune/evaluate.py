@@ -18,13 +18,14 @@ def evaluate(config: EvaluateConfig) -> None:
     """Ask what is asked, and leave the results in the output folder. JobError when it cannot be done."""
     from airtune.run import assessing
     from airtune.run.console import explained
-    from airtune.run.loading import load_for_use, load_tokenizer
+    from airtune.run.loading import find_adapter, load_for_use, load_tokenizer
     from airtune.run.results import refuse_existing
 
     model, folder, options = config.model, Path(config.output_dir), asdict(config.eval)
     side = "base" if config.adapter.path is None else "adapter"
     with explained():
         refuse_existing(folder)
+        find_adapter(config.adapter.path)
         tokenizer = load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
         asked = assessing.read_asked(
             tokenizer, cache_folder=cache_folder(), seed=config.seed, options=options, **asdict(config.data)

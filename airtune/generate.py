@@ -18,12 +18,13 @@ def generate(config: GenerateConfig) -> None:
     from airtune.run.answering import answer_prompts, load_speaker
     from airtune.run.chat_loop import converse
     from airtune.run.console import explained
-    from airtune.run.loading import load_tokenizer
+    from airtune.run.loading import find_adapter, load_tokenizer
 
     model = config.model
     with explained():  # all of it: what transformers thinks of the options is said when it generates
         given = prompts.given_prompts(config.prompt, config.prompts, sys.stdin)
         prompts.check_output(config.output, config.prompts, interactive=given is None)
+        find_adapter(config.adapter.path)
         tokenizer = load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
         writer = prompts.PromptWriter(
             tokenizer, chat=config.chat, system=config.system, chat_template=config.data.chat_template

@@ -69,7 +69,7 @@ class ModelConfig(SourceConfig):
 class SavedAdapterConfig(Keys):
     """An adapter that is used as it is."""
 
-    path: Model | None  # a PEFT folder
+    path: File | None  # a PEFT folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ def train(config: TrainConfig) -> None:
     from airtune.run.arguments import training_arguments, training_fields
     from airtune.run.checkpoints import open_run_folder
     from airtune.run.console import explained
-    from airtune.run.loading import load_for_training, load_tokenizer
+    from airtune.run.loading import find_adapter, load_for_training, load_tokenizer
     from airtune.run.samples import write_samples
 
     output_dir, model = Path(config.output_dir), config.model
@@ -31,6 +31,7 @@ def train(config: TrainConfig) -> None:
     with explained():
         checkpoint = open_run_folder(output_dir, resume=config.resume)
         job.find_data(config.data.train, config.data.eval)
+        find_adapter(config.adapter.path)
         tokenizer = load_tokenizer(model.path, model.revision, trust_remote_code=model.trust_remote_code)
         rows, eval_rows = job.read_data(
             tokenizer, cache_folder=cache_folder(), seed=config.seed, **asdict(config.data)

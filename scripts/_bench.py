@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that are processes of their own, the models they train, tables.
+"""What the measurements share: contenders that are processes of their own, the models they train, tables.
 
 Times on a shared machine drift by more than the differences that one wants to see. So contenders take turns,
 one training step each, and a ratio is taken between neighbours in time; whoever waits for its turn is asleep
@@ -24,8 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
-
-from measure_memory import Memory
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +63,31 @@ def environment(threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(threads),
     }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory of a process, in bytes."""
+
+    anonymous: int = 0
+    file: int = 0
+    record: int = 0  # the largest sum so far, as the kernel kept it
+
+    @property
+    def total(self) -> int:
+        return self.anonymous + self.file
+
+    @classmethod
+    def of(cls, status: str) -> Memory | None:
+        """From the text of /proc/PID/status; None once the process has given its memory back."""
+        kb = {
+            name: int(value.split()[0])
+            for name, _, value in (line.partition(":") for line in status.splitlines())
+            if name in ("RssAnon", "RssFile", "RssShmem", "VmHWM")
+        }
+        if "VmHWM" not in kb:
+            return None
+        return cls((kb["RssAnon"] + kb["RssShmem"]) * 1024, kb["RssFile"] * 1024, kb["VmHWM"] * 1024)
 
 
 @dataclass(frozen=True)

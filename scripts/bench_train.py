@@ -6,9 +6,10 @@
 
 Both train the same checkpoint with the same LoRA adapter (fp32, all linear layers of the decoder) by AdamW
 on the same batches. The resident one is transformers + PEFT with gradient checkpointing, which is what a
-careful user runs when memory is short: both then compute every layer twice forward and once backward. PEFT
-also multiplies by the adapter in fp32, where airtune does so in bf16 beside bf16 weights. The resident model
-takes the whole batch at once; airtune takes `--micro-batch-size` rows at a time.
+careful user runs when memory is short: it computes every layer twice forward and once backward. So does
+airtune, but for layers whose graphs fit where it may keep them (`--host-memory`). PEFT also multiplies by the
+adapter in fp32, where airtune does so in bf16 beside bf16 weights. The resident model takes the whole batch
+at once; airtune takes `--micro-batch-size` rows at a time.
 
 Read the ratios: each is between two steps that followed one another, and their median is shown. Losses are
 compared too, so that nothing is fast by being wrong.
@@ -48,7 +49,7 @@ class Run:
         return median(step[name] for step in self.steps)
 
 
-def contend(kind: str, folder: Path, rank: int, micro_batch_size: int) -> None:
+def contend(kind: str, asked: argparse.Namespace) -> None:
     """The contender's side: load, then train one step for each request."""
     import torch
     from _bench import random_batch, resident_model, streamed_model, trained
@@ -57,10 +58,16 @@ def contend(kind: str, folder: Path, rank: int, micro_batch_size: int) -> None:
     if kind == "airtune":
         import airtune
 
-        model = streamed_model(folder, rank, device="cpu", micro_batch_size=micro_batch_size)
+        model = streamed_model(
+            asked.checkpoint,
+            asked.rank,
+            device="cpu",
+            micro_batch_size=asked.micro_batch_size,
+            host_memory=asked.host_memory,
+        )
         counters = airtune.stream_of(model).counters
     else:
-        model = resident_model(folder, rank)
+        model = resident_model(asked.checkpoint, asked.rank)
         counters = dict
     optimizer = torch.optim.AdamW(trained(model), lr=1e-4)
 
@@ -127,7 +134,9 @@ def lines(tokens: int, runs: Mapping[str, Run]) -> Sequence[dict[str, str]]:
 
 def measure(folder: Path, asked: argparse.Namespace) -> None:
     command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--checkpoint", str(folder)]
-    command += ["--rank", str(asked.rank), "--micro-batch-size", str(asked.micro_batch_size), "--contender"]
+    command += ["--rank", str(asked.rank), "--micro-batch-size", str(asked.micro_batch_size)]
+    command += ["--host-memory", asked.host_memory] if asked.host_memory else []
+    command += ["--contender"]
     shown: list[dict[str, str]] = []
     kept: dict[int, dict[str, object]] = {}
     with ExitStack() as ending:
@@ -154,6 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2048], help="of a step")
     parser.add_argument("--seq", type=int, default=256, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="rows at once (default: %(default)s)")
+    parser.add_argument("--host-memory", help="airtune's, such as 4GB (default: as little as it needs)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="timed, of each size (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (default: %(default)s)")
@@ -162,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--contender", choices=KINDS, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.contender:
-        contend(asked.contender, asked.checkpoint, asked.rank, asked.micro_batch_size)
+        contend(asked.contender, asked)
         return
     with checkpoint(asked.checkpoint, "--kind", asked.kind, "--params", asked.params) as folder:
         measure(folder, asked)

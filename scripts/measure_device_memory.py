@@ -39,9 +39,9 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 import torch
 from _bench import random_batch, streamed_model, table, trained, write_json
 from make_checkpoint import TOKEN_IDS
+from plan_memory import laid_out
 from transformers import PreTrainedConfig, Qwen3_5Config, Qwen4ExpConfig
 
-from airtune.model.skeleton import build_skeleton
 from airtune.model.stream import Stream, Visit, stream_of
 from tests.sim import Simulator, load_sim
 
@@ -142,15 +142,8 @@ def write_sparse(folder: Path, config: PreTrainedConfig) -> None:
     """A bf16 checkpoint that takes little room on disk: a header, small random tensors, and holes."""
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
-    model = build_skeleton(
-        folder,
-        dtype=None,
-        stored_dtype=torch.bfloat16,
-        attn_implementation=None,
-        trust_remote_code=False,
-    )
     header, end, small = {}, 0, []
-    for name, tensor in model.state_dict().items():
+    for name, tensor in laid_out(folder).state_dict().items():
         whole = tensor.dtype == torch.int64  # a computed buffer
         nbytes = tensor.numel() * (8 if whole else 2)
         kind = "I64" if whole else "BF16"

@@ -20,38 +20,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from _bench import Memory, checkpoint
 
 SCRIPTS = Path(__file__).resolve().parent
 INTERVAL_S = 0.01
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Resident memory of a process, in bytes."""
-
-    anonymous: int = 0
-    file: int = 0
-    record: int = 0  # the largest sum so far, as the kernel kept it
-
-    @property
-    def total(self) -> int:
-        return self.anonymous + self.file
-
-    @classmethod
-    def of(cls, status: str) -> Memory | None:
-        """From the text of /proc/PID/status; None once the process has given its memory back."""
-        kb = {
-            name: int(value.split()[0])
-            for name, _, value in (line.partition(":") for line in status.splitlines())
-            if name in ("RssAnon", "RssFile", "RssShmem", "VmHWM")
-        }
-        if "VmHWM" not in kb:
-            return None
-        return cls((kb["RssAnon"] + kb["RssShmem"]) * 1024, kb["RssFile"] * 1024, kb["VmHWM"] * 1024)
 
 
 def train(folder: Path, steps: int, rows: int, tokens: int) -> None:
@@ -142,11 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.watched:
         train(asked.watched, *shape)
         return 0
-    with tempfile.TemporaryDirectory(prefix="airtune-") as temporary:
-        folder = asked.checkpoint or Path(temporary)
-        if not asked.checkpoint:
-            maker = [sys.executable, str(SCRIPTS / "make_checkpoint.py"), temporary, "--params", asked.params]
-            subprocess.run(maker, check=True)
+    with checkpoint(asked.checkpoint, "--params", asked.params) as folder:
         below = measure(folder, *shape)
     if not below:
         sys.stderr.write("The peak is not below the checkpoint's size.\n")

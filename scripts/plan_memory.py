@@ -38,6 +38,7 @@ from airtune.model.assembly import WINDOW_NBYTES
 from airtune.model.layers import find_layers
 from airtune.model.skeleton import build_skeleton
 from airtune.weights.expert_plans import LEAST_EXPERTS
+from airtune.weights.experts import LEAST_PLACES
 
 TRAINED_NBYTES = 16  # an adapter's parameter: fp32 value, gradient and two moments
 BF16, FP8, MXFP4 = 2.0, 1.0, 0.53125  # bytes an element; MXFP4 has a scale byte for 32 values
@@ -106,7 +107,7 @@ class Plan:
 
     @property
     def window(self) -> int:
-        return self.expert * max(2, WINDOW_NBYTES // self.expert) if self.expert else 0
+        return self.expert * max(LEAST_PLACES, WINDOW_NBYTES // self.expert) if self.expert else 0
 
     @property
     def device(self) -> int:

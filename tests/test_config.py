@@ -105,7 +105,7 @@ def test_a_plus_does_no_harm() -> None:
         ("data.train=[]", "data.train: expected one file or more, with weights above 0 if any, got []"),
         ("data.max_length=1", "data.max_length: expected 2 tokens or more, got 1"),
         ("output_dir=", "output_dir: expected a file or a folder, got ''"),
-        ("adapter.path=", "adapter.path: expected a folder or a hub id, got ''"),
+        ("adapter.path=", "adapter.path: expected a file or a folder, got ''"),
         ("data.train={a: 1, ./a: 2}", "data.train: 'a' and './a' are the same file: name it once"),
         ("data.train={a: 1, a: 2}", "'data.train={a: 1, a: 2}' names one key twice"),
         ("data.train={a: inf}", "data.train: expected one file or more, with weights above 0 if any, got {"),
@@ -148,6 +148,7 @@ def test_a_plus_does_no_harm() -> None:
         ("hydra.job.chdir=true", "nothing under hydra. can be set"),
         ("--multirun", "unknown option '--multirun'"),
         ("resume", "expected key=value, got 'resume'"),
+        ("=5", "expected key=value, got '=5'"),
         ("model.path=${airtune:cahce}", "unknown folder in ${airtune:...} 'cahce'; did you mean 'cache'?"),
         (
             "model.path=${nowhere}",
@@ -175,6 +176,7 @@ def test_evaluation_is_on_where_there_is_something_to_evaluate_on() -> None:
     assert made().trainer["eval_strategy"] == "no"
     assert made("data.eval=b.jsonl").trainer["eval_strategy"] == "epoch"
     assert made("data.eval=b.jsonl", "trainer.eval_strategy=steps").trainer["eval_strategy"] == "steps"
+    made("trainer.eval_strategy=false")  # a bare no in YAML: no files are missing, its type is checked later
 
 
 def test_relative_paths_mean_the_directory_of_the_command(here: Path) -> None:

@@ -188,6 +188,16 @@ def test_results_go_to_wandb(home: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert logged[1:] == [{"exit code": 0}]
 
 
+def test_rows_that_do_not_count_are_said(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "airtune")
+    long = [f"data.eval={home / 'long.jsonl'}", "data.max_length=256"]
+    assert main(words(home, tmp_path / "eval", *long)) == 0
+    assert results(tmp_path / "eval")["loss"]["base"]["rows"] == 1
+    assert "dropped, longer than max_length             1  first at " in caplog.text
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 

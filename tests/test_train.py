@@ -153,7 +153,7 @@ def test_evaluation_has_its_own_lines(home: Path, tmp_path: Path, capsys: pytest
             1,
             "'yes': a prompt of",
         ),
-        ({"data__max_length": 3}, 1, "no row is left to train on"),
+        ({"data__max_length": 3}, 1, "chat.jsonl (max_length 3):"),
         ({"adapter__target_modules": "[nonsense]"}, 1, "nonsense"),
         ({"adapter__path": "/nowhere/adapter"}, 1, "/nowhere/adapter"),
         ({"trainer__learning_rat": 1}, 2, "trainer.learning_rate"),
@@ -258,10 +258,15 @@ def test_a_run_that_was_stopped_before_its_last_save_is_completed(
 def test_another_configuration_on_resume_is_said(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    assert main(words(home, tmp_path / "run")) == 0
+    data = {"data__train": shutil.copy(home / "chat.jsonl", tmp_path)}
+    assert main(words(home, tmp_path / "run", **data)) == 0
     caplog.clear()
-    assert main(words(home, tmp_path / "run", resume="true", trainer__max_steps=8)) == 0
+    with Path(data["data__train"]).open("a") as file:
+        file.write((home / "chat.jsonl").read_text().splitlines()[0] + "\n")
+    assert main(words(home, tmp_path / "run", **data, resume="true", trainer__max_steps=8)) == 0
     assert "not the one the run began with:\n-  max_steps: 6\n+  max_steps: 8" in caplog.text
+    rows = len((home / "chat.jsonl").read_text().splitlines())
+    assert f"\n-# training: {rows} rows" in caplog.text and f"\n+# training: {rows + 1} rows" in caplog.text
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [*range(1, 9)]
 
 

@@ -1,1 +1,1 @@
-"""What happens to one hidden state: recomputed layers, streamed experts, streamed loss. Torch only."""
+"""What happens to one hidden state: recomputed layers, a streamed loss. Torch only."""

@@ -8,16 +8,17 @@ micro-batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import setitem
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from airtune.autograd.hops import Hops
 from airtune.autograd.row_split import RowSplit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,21 @@ def _upwards(path: str) -> Iterator[str]:
     yield path
 
 
-@contextmanager
-def in_place_of(parameters: Sequence[Trainable], aliases: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, the modules compute with the aliases. Afterwards they have what they had before, which need not
-    be the parameters of the forward pass (`torch.func.functional_call` lends others).
+def in_place_of(parameters: Sequence[Trainable], aliases: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
+    """`run()`, in which the modules compute with the aliases. Afterwards they have what they had, which
+    need not be the parameters of the forward pass (`torch.func.functional_call` lends others).
+
+    An alias that stayed would take the gradients. A context manager stays open where an interrupt (Ctrl-C)
+    comes as its exit begins, for as long as the error is kept, as notebooks do.
     """
     owners: list[Any] = [trainable.owner._parameters for trainable in parameters]
     leaves = [trainable.leaf for trainable in parameters]
     before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
-    # In one call each, which no interrupt (Ctrl-C) divides: an alias that stayed would take the gradients.
+    # In one call each, which no interrupt divides.
     exchange, put_back = map(setitem, owners, leaves, aliases), map(setitem, owners, leaves, before)
     try:
         deque(exchange, maxlen=0)
-        yield
+        return run()
     finally:
         deque(put_back, maxlen=0)
 

@@ -9,8 +9,10 @@ nothing moves.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -33,7 +35,7 @@ class Hops:
             return list(leaves)
         if len(self._running) > 1:
             self._running.popleft().synchronize()
-        with self._up, torch.inference_mode(False):  # a copy tells whether it was written to
+        with self._up, torch._C._InferenceMode(False):  # a copy tells whether it was written to
             return [self._lift(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,6 +95,22 @@ def _own(tensor: torch.Tensor, stream: torch.Stream, *, made_on: torch.Stream) -
     """
     if stream != made_on:
         tensor.record_stream(stream)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device's autograd thread is done with what backward passes left to it.
+
+    A backward pass that fails (Ctrl-C) returns at once, while that thread may be adding a gradient to its
+    parameter: after a `zero_grad` meanwhile it would be counted in the next step. Gradients are added before
+    anything else that waits there, so whatever passes through comes after them; from a thread of its own, as
+    what is begun within a backward pass comes before.
+    """
+    # A hook may run a backward pass in that thread itself, which then has no other one to wait for.
+    if device.type == "cpu" or threading.current_thread() is not threading.main_thread():
+        return
+    leaf = torch.empty(0, device=device, requires_grad=True)
+    with torch.enable_grad(), ThreadPoolExecutor(1) as another:
+        another.submit(torch.autograd.grad, leaf.clone(), leaf, torch.empty_like(leaf))
 
 
 @cache

@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -24,7 +25,7 @@ from airtune.autograd.layer_run import Layout, Lists, Recording, run_layer
 from airtune.autograd.row_split import Join, MicroBatchError, RowSplit, Variant, joined_rows
 
 Direction = Literal["forward", "backward"]
-
+T = TypeVar("T")
 
 # What may stand beside tensors in a call that is differentiated: nothing that could hide one.
 PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
@@ -65,15 +66,14 @@ class GraphSize:
     def __init__(self) -> None:
         self.nbytes = 0
 
-    @contextmanager
-    def of(self, module: torch.nn.Module) -> Iterator[None]:
-        """Inside, `module` runs, and what that saves for backward is counted and dropped at the end."""
+    def of(self, module: torch.nn.Module, run: Callable[[], T]) -> T:
+        """`run()` of `module`; what that saves for backward is counted and dropped at the end."""
         saved: list[torch.Tensor] = []  # held until then: the memory of a dropped one would be another's
         try:
-            with _instead_of_saving(saved.append):
-                yield
+            result = _instead_of_saving(saved.append, run)
             frozen = _storage_nbytes(p for p in module.parameters() if not p.requires_grad)
             self.nbytes += sum(n for address, n in _storage_nbytes(saved).items() if address not in frozen)
+            return result
         finally:
             saved.clear()  # the graph holds what took its tensors, and would hold itself
 
@@ -197,12 +197,12 @@ class LayerCall:
         graphs.clear()
         aliases = [trainable.alias() for trainable in self.parameters]
         for index, leaves, moved in self._micro_batches(inputs, grads, hops):
-            with torch.enable_grad(), self._ambients[index].restored(), in_place_of(self.parameters, aliases):
-                made, _ = self._run(leaves)
+            with torch.enable_grad(), self._ambients[index].restored():
+                made, _ = in_place_of(self.parameters, aliases, partial(self._run, leaves))
             if tuple(tensor.requires_grad for tensor in made) != self.tracked:
                 raise RuntimeError(
-                    f"{self.name} made {len(made)} tensors in backward and {len(self.tracked)} in forward, or "
-                    "others that gradients pass through; call backward with the adapters as they were then"
+                    f"{self.name} made {len(made)} tensors in backward and {len(self.tracked)} in forward, "
+                    "or others that gradients pass through; call backward with the adapters as they were then"
                 )
             gradients.add(self.split.slices[index], leaves, aliases, made, moved)
         hops.finish()
@@ -275,8 +275,7 @@ class LayerCall:
     ) -> tuple[list[torch.Tensor], Layout]:
         """A run that can be repeated: what it depends on is noted, what it saves for backward is dropped."""
         self._ambients.append(Ambient.capture(self.weights.device))
-        with in_place_of(self.parameters, aliases), self._saving():
-            made, layout = self._run(leaves)
+        made, layout = in_place_of(self.parameters, aliases, partial(self._run_saving, leaves))
         for value in layout.constants():
             if not isinstance(value, PLAIN):
                 raise TypeError(
@@ -285,24 +284,24 @@ class LayerCall:
         self.tracked = tuple(tensor.requires_grad for tensor in made)
         return made, layout
 
-    def _saving(self) -> AbstractContextManager[None]:
-        """Says what becomes of the tensors that a run saves for backward."""
+    def _run_saving(self, leaves: Sequence[Any]) -> tuple[list[torch.Tensor], Layout]:
+        """What the run saves for backward is kept, or counted, or dropped on the spot."""
+        run = partial(self._run, leaves)
         if self.keep_graph:
-            return nullcontext()
+            return run()
         if self.graph_size is not None:
-            return self.graph_size.of(self.module)
-        return _instead_of_saving(lambda tensor: None)
+            return self.graph_size.of(self.module, run)
+        return _instead_of_saving(lambda tensor: None, run)
 
 
-@contextmanager
-def _instead_of_saving(take: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside, what is saved for backward is given to `take`, and not saved.
+def _instead_of_saving(take: Callable[[torch.Tensor], None], run: Callable[[], T]) -> T:
+    """`run()`, in which what is saved for backward is given to `take`, and not saved.
 
-    As `torch.autograd.graph.saved_tensors_hooks` does it, whose hooks stay for ever where an interrupt
-    (Ctrl-C) comes as its exit begins.
+    As `torch.autograd.graph.saved_tensors_hooks` does it, whose hooks stay where an interrupt (Ctrl-C) comes
+    as its exit begins.
     """
     try:
         torch._C._autograd._push_saved_tensors_default_hooks(take, lambda nothing: nothing)
-        yield
+        return run()
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -76,24 +76,32 @@ def linear_cross_entropy(
     Raises ValueError for shapes that do not fit, labels outside the vocabulary, a projection that requires a
     gradient, or chunks that do not make up the vocabulary.
     """
-    tokens = hidden_ND.shape[0]
-    if hidden_ND.shape != (tokens, head.hidden_size) or labels_N.shape != (tokens,):
+    sum_dtype = sums_dtype(hidden_ND, head, labels_N)
+    if len(labels_N) == 0:
+        return hidden_ND.to(sum_dtype).sum()  # zero, and still a function of the hidden states
+    with_gradient = torch.is_grad_enabled() and hidden_ND.requires_grad
+    plan = _Plan(head, tuple(steps), block_bytes, sum_dtype, with_gradient)
+    return _LinearCrossEntropy.apply(hidden_ND, labels_N, plan)
+
+
+def sums_dtype(hidden_ND: Tensor, head: HeadWeights, labels_N: Tensor) -> torch.dtype:
+    """fp32, or fp64 when the hidden states or the projection are.
+
+    Raises ValueError for shapes that do not fit, or labels outside the vocabulary.
+    """
+    if hidden_ND.shape != (len(hidden_ND), head.hidden_size) or labels_N.shape != (len(hidden_ND),):
         raise ValueError(
             f"expected hidden states [N, {head.hidden_size}] and labels [N], "
             f"got {list(hidden_ND.shape)} and {list(labels_N.shape)}"
         )
-    sum_dtype = torch.promote_types(torch.promote_types(hidden_ND.dtype, head.dtype), torch.float32)
-    if tokens == 0:
-        return hidden_ND.to(sum_dtype).sum()  # zero, and still a function of the hidden states
-    lowest, highest = labels_N.min().item(), labels_N.max().item()
-    if lowest < 0 or highest >= head.vocab_size:
-        raise ValueError(
-            f"labels lie in {lowest}..{highest}, the vocabulary has {head.vocab_size} rows; "
-            "drop ignored labels before the loss"
-        )
-    with_gradient = torch.is_grad_enabled() and hidden_ND.requires_grad
-    plan = _Plan(head, tuple(steps), block_bytes, sum_dtype, with_gradient)
-    return _LinearCrossEntropy.apply(hidden_ND, labels_N, plan)
+    if len(labels_N):
+        lowest, highest = labels_N.min().item(), labels_N.max().item()
+        if lowest < 0 or highest >= head.vocab_size:
+            raise ValueError(
+                f"labels lie in {lowest}..{highest}, the vocabulary has {head.vocab_size} rows; "
+                "drop ignored labels before"
+            )
+    return torch.promote_types(torch.promote_types(hidden_ND.dtype, head.dtype), torch.float32)
 
 
 def frozen_chunks(head: HeadWeights) -> Iterator[Chunk]:
@@ -103,9 +111,7 @@ def frozen_chunks(head: HeadWeights) -> Iterator[Chunk]:
     """
     chunks, expected = iter(head.chunks()), 0
     while True:
-        with (
-            torch.enable_grad()
-        ):  # a slice taken without grad mode would not tell that its parameter is trainable
+        with torch.enable_grad():  # else a slice would not tell that its parameter is trainable
             chunk = next(chunks, None)
         if chunk is None:
             break
@@ -164,14 +170,11 @@ class _Sums(NamedTuple):
     total_N: Tensor  # sum of exp(logit - top)
     own_N: Tensor  # the label's logit before the steps, in the dtype of the projection
     own_row_ND: Tensor  # the label's row of the projection ([N, 0] when no gradient is wanted)
-    pull_ND: (
-        Tensor  # sum of exp(logit - top) * slope of the steps * row over all rows but the label's; likewise
-    )
+    pull_ND: Tensor  # sum over all rows but that one of exp(logit - top) * slope of the steps * row; likewise
 
     @classmethod
     def start(cls, tokens: int, plan: _Plan, home: torch.device) -> "_Sums":
-        # Sums that commute to an accelerator do so for every chunk: from pinned memory at the full speed of
-        # the bus.
+        # Sums that commute to an accelerator do so for every chunk: pinned, at the full speed of the bus.
         pinned = home.type == "cpu" and plan.head.device.type != "cpu" and can_pin()
         width = plan.head.hidden_size if plan.with_gradient else 0
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten
 
 from airtune.autograd.ambient import kept_rng
 from airtune.autograd.gradients import Arguments, Trainable, compute_dtypes
+from airtune.autograd.hops import settle
 from airtune.autograd.layer_call import PLAIN, Direction, GraphSize, LayerCall, Weights
 from airtune.autograd.layer_run import NoRecording, Recording, apply_changes, blank
 from airtune.autograd.row_split import MicroBatchError, RowSplit, Variant, prove_split
@@ -140,7 +141,10 @@ class StreamedLayer:
                     continue
                 if parameter.is_meta:
                     # torch multiplies with a matrix that is not there, and returns whatever is in memory.
-                    raise RuntimeError(f"{self.name}: {path}.{leaf} has no values (it is on the meta device)")
+                    raise RuntimeError(
+                        f"{self.name}: {path}.{leaf} has no values (it is on the meta device). If PEFT added "
+                        "it: an adapter goes into airtune.load, as lora= or adapter="
+                    )
                 if parameter.requires_grad:
                     if (path, leaf) not in self._dtypes:
                         self._dtypes = compute_dtypes(self.module)
@@ -194,8 +198,12 @@ class _StreamedLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: LayerCall = ctx.call
-        call.check_unchanged()
-        inputs = call.arguments.with_tensors(ctx.saved_tensors)
-        with call.weights.visit("backward") as token:
-            found = call.second_run(inputs, grad_outputs, token, ctx.needs_input_grad[2:])
+        try:
+            call.check_unchanged()
+            inputs = call.arguments.with_tensors(ctx.saved_tensors)
+            with call.weights.visit("backward") as token:
+                found = call.second_run(inputs, grad_outputs, token, ctx.needs_input_grad[2:])
+        except BaseException:
+            settle(call.weights.device)  # gradients of the layers after it may still be on their way
+            raise
         return (None, None, *found)

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from airtune.autograd.linear_cross_entropy import HeadWeights, Step, exact_dtypes, frozen_chunks
+from airtune.autograd.linear_cross_entropy import HeadWeights, Step, exact_dtypes, frozen_chunks, sums_dtype
 
 
 class TokenLogProbs(NamedTuple):
-    """For each token its log-probability (fp32 or fp64), and whether no other token was as probable.
-
-    Of equally probable tokens the first in the vocabulary counts as the most probable, as for `argmax`.
+    """For each token its log-probability (fp32 or fp64), and whether it is the most probable one: of equally
+    probable ones the first in the vocabulary, as for `argmax`.
     """
 
     log_prob: Tensor
@@ -57,17 +56,7 @@ def token_log_probs(
     Raises ValueError for shapes that do not fit, tokens outside the vocabulary, a projection that requires a
     gradient, or chunks that do not make up the vocabulary.
     """
-    count = hidden_ND.shape[0]
-    if hidden_ND.shape != (count, head.hidden_size) or tokens_N.shape != (count,):
-        raise ValueError(
-            f"expected hidden states [N, {head.hidden_size}] and tokens [N], "
-            f"got {list(hidden_ND.shape)} and {list(tokens_N.shape)}"
-        )
-    if count and not 0 <= tokens_N.min() <= tokens_N.max() < head.vocab_size:
-        raise ValueError(
-            f"tokens lie in {tokens_N.min()}..{tokens_N.max()}, the vocabulary has {head.vocab_size} rows"
-        )
-    wide = torch.promote_types(torch.promote_types(hidden_ND.dtype, head.dtype), torch.float32)
+    count, wide = len(tokens_N), sums_dtype(hidden_ND, head, tokens_N)
     sums, on_device_N = _Sums.start(count, wide, head.device), tokens_N.to(head.device)
     with exact_dtypes(head.device):
         for first, weight_VD, bias_V in frozen_chunks(head) if count else ():

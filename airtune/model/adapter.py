@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, PeftType, get_peft_model
@@ -77,11 +78,8 @@ class AdapterPlan:
         """Wrap `model`; parameters in fp32 where the base is half precision."""
         config = self.targets.config
         with _stand_ins(model):
-            wrapped: PeftModel
             if self.folder is None:
-                made = get_peft_model(model, config)
-                assert isinstance(made, PeftModel)
-                wrapped = made
+                wrapped = cast(PeftModel, get_peft_model(model, config))
             else:
                 wrapped = PeftModel.from_pretrained(
                     model, str(self.folder), config=config, is_trainable=self.trainable, torch_device="cpu"

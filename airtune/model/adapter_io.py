@@ -1,16 +1,16 @@
 """Adapters on disk: written whole or not at all, and read back before anyone is told they exist.
 
 An adapter of a 27B model is some 300 MB, the base it changes is 54 GB, and hours lie between them. Everything
-that goes wrong with the 300 MB is silent later: a wrong prefix or a lost ``lora_B`` loads everywhere with a
+that goes wrong with the 300 MB is silent later: a wrong prefix or a lost `lora_B` loads everywhere with a
 warning and does nothing, a NaN loads and answers nothing. So a save is a small transaction:
 
     write into .NAME.partial  ->  reopen, compare with the model bit for bit  ->  fsync  ->  rename to NAME
 
 It costs a second pass over the adapter's bytes and gives up saving into a folder that holds other things:
-the folder is replaced, not merged. Names are PEFT's own, as ``get_peft_model_state_dict`` spells them; base
+the folder is replaced, not merged. Names are PEFT's own, as `get_peft_model_state_dict` spells them; base
 weights, which are placeholders in a streamed model, are never looked at.
 
-Shape legend: R rank, I inputs, O outputs: ``lora_A`` is [R, I], ``lora_B`` is [O, R].
+Shape legend: R rank, I inputs, O outputs: `lora_A` is [R, I], `lora_B` is [O, R].
 """
 
 import copy
@@ -32,18 +32,8 @@ from airtune.durable import sync
 
 logger = logging.getLogger(__name__)
 
-# The fields of a LoraConfig that llama.cpp's converter ignores and vLLM honours in part.
-_BEYOND_PLAIN = (
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "lora_bias",
-    "modules_to_save",
-    "target_parameters",
-    "trainable_token_indices",
-    "layer_replication",
-)
+# Of what `airtune.load` lets through, what llama.cpp's converter ignores and vLLM honours in part.
+_BEYOND_PLAIN = ("use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "target_parameters")
 
 
 class AdapterError(ValueError):
@@ -51,11 +41,11 @@ class AdapterError(ValueError):
 
 
 def save_adapter(model: PeftModel, folder: Path, *, trained: bool) -> None:
-    """Write the active adapter to ``folder`` in PEFT's format, verified, replacing what was there.
+    """Write the active adapter to `folder` in PEFT's format, verified, replacing what was there.
 
-    ``trained`` says that optimizer steps were taken: every ``lora_B`` starts at zero, and when all are still
-    zero no gradient has arrived. Raises AdapterError, and leaves ``folder`` as it was, when a tensor is not
-    finite, when ``trained`` and all ``lora_B`` are zero, or when the file does not read back equal.
+    `trained` says that optimizer steps were taken: every `lora_B` starts at zero, and when all are still
+    zero no gradient has arrived. Raises AdapterError, and leaves `folder` as it was, when a tensor is not
+    finite, when `trained` and all `lora_B` are zero, or when the file does not read back equal.
     """
     _warn_beyond_plain(_config(model))
     with atomic_folder(folder) as partial:
@@ -76,7 +66,7 @@ def write_adapter(model: PeftModel, folder: Path, *, trained: bool) -> None:
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    """Put the tensors saved in ``folder`` into the model's active adapter, in place.
+    """Put the tensors saved in `folder` into the model's active adapter, in place.
 
     In place, so that an optimizer that already holds the parameters goes on holding them. Raises AdapterError
     when keys or shapes differ: a partial load would train on from a half-initialised adapter.
@@ -91,7 +81,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors of ``folder/adapter_model.safetensors`` on the CPU.
+    """The tensors of `folder/adapter_model.safetensors` on the CPU.
 
     Raises AdapterError if the file is cut or absent, or if a tensor is not finite.
     """
@@ -111,7 +101,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def check_fits(saved: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise AdapterError unless what was ``saved`` in ``folder`` is the tensors named and shaped so."""
+    """Raise AdapterError unless what was `saved` in `folder` is the tensors named and shaped so."""
     missing, unknown = sorted(shapes.keys() - saved.keys()), sorted(saved.keys() - shapes.keys())
     if missing or unknown:
         raise AdapterError(
@@ -128,7 +118,7 @@ def check_fits(saved: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]],
 
 
 def check_loaded(model: PeftModel, saved: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise AdapterError unless the model's active adapter is what was ``saved`` in ``folder``."""
+    """Raise AdapterError unless the model's active adapter is what was `saved` in `folder`."""
     loaded = {key: tensor.detach().cpu() for key, tensor in adapter_tensors(model).items()}
     _check_equal(saved, loaded, folder)
 
@@ -144,10 +134,10 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes ``target`` when the block ends well, and vanishes when it does not.
+    """A folder to fill; it becomes `target` when the block ends well, and vanishes when it does not.
 
-    Until the rename it is called ``.NAME.partial``, beside ``target``. An older ``target`` is moved aside
-    first and deleted last: after a power cut between the two renames it is still there as ``.NAME.previous``.
+    Until the rename it is called `.NAME.partial`, beside `target`. An older `target` is moved aside
+    first and deleted last: after a power cut between the two renames it is still there as `.NAME.previous`.
     """
     partial = target.with_name(f".{target.name}.partial")
     previous = target.with_name(f".{target.name}.previous")
@@ -174,7 +164,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], *, trained: bool) -> None:
             f"{len(broken)} of {len(tensors)} adapter tensors are not finite (first: {broken[0]}): "
             "not saved. Go back to the last checkpoint and lower the learning rate"
         )
-    lora_b = [key for key in tensors if "lora_B" in key or "lora_embedding_B" in key]
+    lora_b = [key for key in tensors if "lora_B" in key]
     idle = [key for key in lora_b if not bool(tensors[key].any())]
     if trained and lora_b and len(idle) == len(lora_b):
         raise AdapterError(
@@ -201,10 +191,7 @@ def _check_equal(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor], fo
 
 
 def _warn_beyond_plain(config: LoraConfig) -> None:
-    beyond = [field for field in _BEYOND_PLAIN if getattr(config, field, None)]
-    if config.bias != "none":
-        beyond.append("bias")
-    if beyond:
+    if beyond := [field for field in _BEYOND_PLAIN if getattr(config, field)]:
         logger.warning(
             "This adapter uses %s. PEFT loads it as it is; llama.cpp's converter ignores these and vLLM "
             "honours only some. For those, merge it into the base, or train with one r and one alpha only",

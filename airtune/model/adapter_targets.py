@@ -30,6 +30,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from airtune.model.expert_adapters import match_parameters
+from airtune.weights.header import listed
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def find_targets(
     config.target_modules = config.target_modules or []
     modules = dict(model.named_modules())
     plain = _plain_linears(modules, layers)
-    if _is_all_linear(config):
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = _all_linear(model, plain, config)
     _refuse_experts(model, config)
     matched = _matched(modules, config)
@@ -77,11 +78,14 @@ def find_targets(
     if strangers and saved:
         raise ValueError(
             "LoRA only goes on plain linear layers of the decoder, and this adapter is also on "
-            f"{_first([(name, type(modules[name]).__name__) for name in sorted(strangers)])}"
+            + listed(f"{name} ({type(modules[name]).__name__})" for name in sorted(strangers))
         )
     if strangers:
         _leave_out(model, config, strangers, wanted)
-    return Targets(_without_rewriting(model, config, wanted), wanted, tuple(parameters))
+    if isinstance(config.target_modules, str) and _expert_names(model):
+        # PEFT would turn the expression into last names, for all layers.
+        config.target_modules = sorted(wanted)
+    return Targets(config, wanted, tuple(parameters))
 
 
 def summary(names: Collection[str]) -> str:
@@ -117,11 +121,6 @@ def _is_plain_linear(module: nn.Module) -> bool:
         and answer.shape == want.shape
         and torch.allclose(answer.float(), want, rtol=0.01)
     )
-
-
-def _is_all_linear(config: LoraConfig) -> bool:
-    targets = config.target_modules
-    return isinstance(targets, str) and targets.lower() == "all-linear"
 
 
 def _matched(modules: Mapping[str, nn.Module], config: LoraConfig) -> set[str]:
@@ -175,8 +174,8 @@ def _refuse_experts(model: PreTrainedModel, config: LoraConfig) -> None:
     taken = _expert_names(model)
     targets = config.target_modules
     if isinstance(targets, str):
-        plain = _matched(dict(model.named_modules()), config)
-        named = sorted({_last(name) for name in plain} & set(taken))
+        matched = _matched(dict(model.named_modules()), config)
+        named = sorted({_last(name) for name in matched} & set(taken))
         left = ""
     else:
         named = sorted(target for target in targets or () if _last(target) in taken)
@@ -248,17 +247,5 @@ def _excluding(
     return "|".join(f"(?:{pattern})" for pattern in sorted(patterns))
 
 
-def _without_rewriting(model: PreTrainedModel, config: LoraConfig, wanted: Collection[str]) -> LoraConfig:
-    """Where PEFT would turn a regular expression into last names, for all layers, name each module."""
-    if isinstance(config.target_modules, str) and _expert_names(model):
-        config.target_modules = sorted(wanted)
-    return config
-
-
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _first(items: Collection[tuple[str, str]]) -> str:
-    shown = ", ".join(f"{name} ({kind})" for name, kind in list(items)[:3])
-    return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"

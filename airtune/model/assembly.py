@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 # Memory for the logits of the loss at a time. 64 MB hold 256 tokens of a 65536-row vocabulary in fp32; more
 # would not make the two matrix products faster, and less splits them into slivers.
 LOSS_BLOCK_NBYTES = 64 * 2**20
-# On the CPU chunks of the head are half as large, and so is what as many tokens make of one.
-_LOSS_BLOCK_ON_CPU_NBYTES = 32 * 2**20
 # Experts on the device at a time. One computes while others come: 256 MiB are 14 experts of 17.5 MB (a 2.8T
 # model in 4 bits) or 5 of 44 MB (a 671B model in 8 bits).
 WINDOW_NBYTES = 256 * 2**20
@@ -217,8 +215,8 @@ def _stream_head(model: PreTrainedModel, weights: StreamedHead, stream: Stream, 
     cleanup.callback(weights.close)
     stream.places.head = weights
     stream.observers.append(_before_head(weights))
-    on_cpu = weights.device.type == "cpu"
-    block_nbytes = min(LOSS_BLOCK_NBYTES, _LOSS_BLOCK_ON_CPU_NBYTES) if on_cpu else LOSS_BLOCK_NBYTES
+    # On the CPU chunks of the head are half as large, and so is what as many tokens make of one.
+    block_nbytes = LOSS_BLOCK_NBYTES // (2 if weights.device.type == "cpu" else 1)
     cleanup.callback(stream_head(model, weights, block_bytes=block_nbytes))
 
 

@@ -84,10 +84,11 @@ def load(
         dtype: compute dtype of the base; None for the checkpoint's own.
         micro_batch_size: rows that go through a layer at once; None for the whole batch.
         device_memory: bytes to use on an accelerator, such as "4GB"; what the first step leaves of them
-            keeps layers there. None for 90 % of what is free.
+            keeps layers there, and once it holds all of them, graphs of layers, which backward then need
+            not compute again. None for 90 % of what is free.
         host_memory: bytes of host memory for weights: on an accelerator, layers that are read from disk
-            once, and experts; on the CPU, how many layers may be in memory. None for what streaming needs,
-            and on an accelerator for the experts of one layer where half of what is free holds them.
+            once, and experts; on the CPU, layers at all, and then their graphs. None for what streaming
+            needs, and on an accelerator for the experts of one layer where half of what is free holds them.
         file_access: "mapped" (on the CPU: weights are used where the file is mapped), "buffered" (read
             through the page cache), "direct" (past it); "auto" measures when the checkpoint is larger than
             memory.
@@ -123,6 +124,8 @@ def load(
     groups = find_experts(model, list(layers), plans)
     stacks = [name for group in groups for name in group.stacks]
     tuning = plan_adapter(model, layers, stacks, lora, folder, trainable=adapter_trainable)
+    if tuning is not None and revision is not None:
+        tuning.targets.config.revision = revision  # else the saved adapter sends its loaders to `main`
     found = Planned(model, layers, plans, groups, tuning)
     access = choose_access(checkpoint, on_cpu=place.on_cpu, requested=file_access)
     how = Way(place, access, limits_host=host_memory is not None, poison=poison)

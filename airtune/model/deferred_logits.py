@@ -129,10 +129,7 @@ class DeferredLogits(Tensor):
             _tell(reason)
             # In the mode of the forward, not of whoever looks first: a metric under no_grad must not cost a
             # loss its gradient.
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(self.hidden.requires_grad),
-            ):
+            with torch._C._InferenceMode(False), torch.set_grad_enabled(self.hidden.requires_grad):
                 logits = streamed_linear(self.hidden, self.head, block_bytes=self.block_bytes)
                 for step in self.steps:
                     logits = step(logits)

@@ -37,9 +37,9 @@ def able_to_generate(model_class: type[PreTrainedModel]) -> type[PreTrainedModel
     if issubclass(model_class, GenerationMixin) or "generate" in vars(model_class):
         return model_class
     if lacking := _lacking(model_class):
-        return _like(model_class, generate=_refusal(model_class, lacking))
+        return like(model_class, generate=_refusal(model_class, lacking))
     caches = _prepares(model_class) or "cache" in inspect.signature(model_class.forward).parameters
-    return _like(model_class, GenerationMixin, **{_USES_CACHES: caches})
+    return like(model_class, GenerationMixin, **{_USES_CACHES: caches})
 
 
 def leave_out_caches(model: PreTrainedModel) -> None:
@@ -58,7 +58,7 @@ def honest_device(model: PreTrainedModel) -> Callable[[], None]:
     found = type(model)
     if not next(model.parameters()).is_meta:
         return lambda: None
-    model.__class__ = _like(found, device=property(lambda self: torch.device("cpu")))
+    model.__class__ = like(found, device=property(lambda self: torch.device("cpu")))
 
     def undo() -> None:
         model.__class__ = found
@@ -66,7 +66,7 @@ def honest_device(model: PreTrainedModel) -> Callable[[], None]:
     return undo
 
 
-def _like(model_class: type[PreTrainedModel], *more: type, **members: object) -> type[PreTrainedModel]:
+def like(model_class: type[PreTrainedModel], *more: type, **members: object) -> type[PreTrainedModel]:
     """A subclass with the same name and module: saving looks the code up under them."""
     named = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
     return cast(type[PreTrainedModel], type(model_class.__name__, (model_class, *more), named | members))

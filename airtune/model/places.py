@@ -38,6 +38,7 @@ from airtune.weights.budget import WORKING_MARGIN, SlotBudget
 from airtune.weights.experts import ExpertWindow
 from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.residency import Residency
+from airtune.weights.schedule import Direction
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +53,14 @@ class _Measured:
     Args:
         tokens: the most that a pass had at once.
         graph_nbytes: what the graph of one micro-batch takes in each layer, once that was counted.
+        whole: a pass with so many tokens was seen to its end, which in training is a backward pass: there
+            may be several forward passes before one.
     """
 
     tokens: int = 0
     nbytes: int = 0
     graph_nbytes: Sequence[int] = ()
-
-    def begin(self, tokens: int) -> None:
-        """A pass with more tokens than any before."""
-        self.tokens, self.nbytes, self.graph_nbytes = tokens, 0, ()
+    whole: bool = False
 
 
 class Places:
@@ -84,6 +84,7 @@ class Places:
         self._can_measure = not self._on_cpu and _has_statistics(residency.device)
         self._training, self._other = _Measured(), _Measured()
         self._measuring: _Measured | None = None
+        self._waiting = 0  # forward passes that train, since the last backward visit
         self._peak_nbytes = 0
         self._micro_batches = 1
         self._held = False
@@ -116,9 +117,12 @@ class Places:
             return
         self._note_peak()  # an optimizer's step comes after the last visit
         kind = self._training if trains else self._other
-        self._measuring = kind if tokens > kind.tokens else None
+        self._waiting += trains
+        if tokens > kind.tokens:
+            kind.tokens, kind.nbytes, kind.whole = tokens, 0, False
+        self._measuring = None if kind.whole else kind
         if self._measuring is not None:
-            kind.begin(tokens)
+            kind.graph_nbytes = ()
         if mapped:
             self._keep_mapped(generates)
             self._keep_graphs(kind, self._residency.places * self._residency.layer_nbytes)
@@ -132,9 +136,11 @@ class Places:
             now_nbytes = self._beside(_in_use_nbytes(self._residency.device, "current"))
             self._take(max(kind.nbytes, now_nbytes), kind)
 
-    def after_visit(self) -> None:
-        """Note the peak of a visit that is over, while its kind of pass is being measured."""
+    def after_visit(self, direction: Direction) -> None:
+        """A visit is over: note its peak, while its kind of pass is being measured."""
         self._note_peak()
+        if direction == "backward":
+            self._waiting, self._training.whole = 0, True
 
     def end(self, graph_nbytes: Sequence[int] = ()) -> None:
         """The pass is over, but for its backward pass.
@@ -148,7 +154,7 @@ class Places:
             self._training.graph_nbytes = [nbytes or most for nbytes in graph_nbytes]
         if self._measuring is self._other:
             self._note_peak()
-            self._measuring = None
+            self._measuring, self._other.whole = None, True
         if self.give_back is not None:
             self.give_back()
 
@@ -175,9 +181,12 @@ class Places:
 
     def _keep_graphs(self, kind: _Measured, room_nbytes: int) -> int:
         """Keep the graphs that fit, the last layers' first: backward is done with them before it needs memory
-        for another. Returns what they take.
+        for another. None for a second forward pass before backward: the first one's are still there. Returns
+        what they take.
         """
         taken_nbytes = 0
+        if self._waiting > 1:
+            return 0
         for layer, one_nbytes in reversed(list(enumerate(kind.graph_nbytes))):
             nbytes = one_nbytes * self._micro_batches
             if layer not in self.graphs and taken_nbytes + nbytes <= room_nbytes:

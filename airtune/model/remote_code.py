@@ -25,6 +25,8 @@ from transformers.utils import generic
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from airtune.model.generation import like
+
 _Forward = Callable[..., Any]
 
 
@@ -72,11 +74,7 @@ def _with_cache(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         for name in ("forward", "prepare_inputs_for_generation")
         if (method := getattr(model_class, name, None)) is not None and _is_older(method)
     }
-    if not renamed:
-        return model_class
-    # The same name and module: saving looks the code up under them.
-    named = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
-    return cast(type[PreTrainedModel], type(model_class.__name__, (model_class,), {**named, **renamed}))
+    return like(model_class, **renamed) if renamed else model_class
 
 
 def _knows_caches(model_class: type[PreTrainedModel]) -> bool:

@@ -14,12 +14,12 @@ import torch
 from peft import LoraConfig, PeftType
 
 from airtune.sizes import parse_bytes
+from airtune.weights.packed.decode import COMPUTE_DTYPES
 
 logger = logging.getLogger(__name__)
 
 # The rest is for what the allocator cannot use in one piece, and for others on the same device.
 _FREE_SHARE = 0.9
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def check_adapter(lora: object, adapter: object) -> None:
 
 def check_dtype(dtype: object) -> None:
     """Raises ValueError unless `dtype` is None or one that layers can compute in."""
-    if dtype is not None and dtype not in _COMPUTE_DTYPES:
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise ValueError(
-            f"dtype must be one of {', '.join(map(str, _COMPUTE_DTYPES))}, or None for the checkpoint's own; "
-            f"got {_described(dtype)}"
+            f"dtype must be one of {', '.join(sorted(map(str, COMPUTE_DTYPES)))}, or None for the "
+            f"checkpoint's own; got {_described(dtype)}"
         )
 
 

@@ -125,21 +125,21 @@ def _scores(logits_BSV: Tensor, wanted: Wanted) -> TokenLogProbs:
     home = logits_BSV.device
     places = (wanted.row_N.to(home), wanted.length_N.to(home) - 1)
     token_N = wanted.token_N.to(home)
-    if isinstance(logits_BSV, DeferredLogits) and logits_BSV.full is None:
-        return token_log_probs(
-            logits_BSV.hidden[places],
-            logits_BSV.head,
-            token_N,
-            steps=logits_BSV.steps,
-            block_bytes=logits_BSV.block_bytes,
-        )
-    real_BSV = logits_BSV.full if isinstance(logits_BSV, DeferredLogits) else logits_BSV
-    assert real_BSV is not None
+    if isinstance(logits_BSV, DeferredLogits):
+        if logits_BSV.full is None:
+            return token_log_probs(
+                logits_BSV.hidden[places],
+                logits_BSV.head,
+                token_N,
+                steps=logits_BSV.steps,
+                block_bytes=logits_BSV.block_bytes,
+            )
+        logits_BSV = logits_BSV.full
     log_prob_N, is_top_N = torch.zeros(len(token_N), device=home), torch.zeros_like(token_N, dtype=torch.bool)
-    block = max(1, _BLOCK_NBYTES // (4 * real_BSV.shape[-1]))
+    block = max(1, _BLOCK_NBYTES // (4 * logits_BSV.shape[-1]))
     for start in range(0, len(token_N), block):
         part = slice(start, start + block)
-        logits_NV, token_N1 = real_BSV[places[0][part], places[1][part]].float(), token_N[part, None]
+        logits_NV, token_N1 = logits_BSV[places[0][part], places[1][part]].float(), token_N[part, None]
         log_prob_N[part] = logits_NV.log_softmax(-1).gather(1, token_N1)[:, 0]
         is_top_N[part] = logits_NV.argmax(-1) == token_N1[:, 0]
     return TokenLogProbs(log_prob_N, is_top_N)

@@ -83,7 +83,6 @@ def build_skeleton(
     # One expert at a time: the grouped kernels' fallback makes a gradient for all experts of a layer,
     # frozen or not.
     model.set_experts_implementation("eager")
-    model.name_or_path = str(folder)
     model.eval()
     if model.can_generate():
         _read_generation_config(model, folder)

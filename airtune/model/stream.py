@@ -126,7 +126,10 @@ class Stream:
             ValueError: it is not there.
         """
         width: int = self._model.config.get_text_config().hidden_size
-        nbytes = rows * length * len(self._layers) * width * self._model.dtype.itemsize
+        one_nbytes = rows * length * width * self._model.dtype.itemsize
+        if self.device.type != "cpu":
+            one_nbytes = 1 << (one_nbytes - 1).bit_length()  # pinned memory comes in powers of two
+        nbytes = one_nbytes * len(self._layers)
         if nbytes > (available_nbytes := available_memory_nbytes()):
             raise ValueError(
                 f"a step of {rows} rows of {length} tokens leaves {nbytes / 1e9:.1f} GB of hidden states in "
@@ -187,7 +190,7 @@ class Stream:
             observer(Visit(direction, index, len(self._layers)))
         with self._residency.visit(index, direction) as held:
             yield held
-        self.places.after_visit()
+        self.places.after_visit(direction)
 
     def _enter_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,8 +227,9 @@ class Stream:
         trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         if any(parameter.is_meta for parameter in trainable):
             raise ValueError(
-                "weights of the base model require gradients, but they are streamed and stay frozen; "
-                "set requires_grad on adapters only"
+                "weights of the base model require gradients, but they are streamed and stay frozen; set "
+                "requires_grad on adapters only. An adapter is put on by airtune.load(..., lora=...) or "
+                "(..., adapter=folder); PEFT cannot wrap what it returns"
             )
         return bool(trainable)
 

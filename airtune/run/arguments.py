@@ -21,6 +21,9 @@ def training_fields() -> dict[str, Any]:
 
 def training_arguments(options: Mapping[str, Any], *, output_dir: Path, seed: int) -> TrainingArguments:
     """`options` as TrainingArguments, with what a streamed run needs. ValueError for what cannot be."""
+    if rows := options.get("per_device_train_batch_size"):
+        # In an evaluation too a pass over the weights costs the same for one row as for many.
+        options = {"per_device_eval_batch_size": rows, **options}
     # The model stays on the CPU, also where its layers visit an accelerator; tracking is ours.
     args = TrainingArguments(**options, output_dir=str(output_dir), seed=seed, use_cpu=True, report_to="none")
     refuse_unsupported(args)

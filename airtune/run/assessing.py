@@ -6,6 +6,7 @@ model is loaded, and what does not fit into its context before the first pass.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ from airtune.run.tracking import WandbTracker
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT = 2048  # tokens, of a model that states no limit, as in the harness
 
@@ -77,6 +80,7 @@ def read_asked(
     if eval:
         folder = cache_folder / "prepared" if cache else None
         rows = prepare(eval, tokenizer, seed=seed, cache_folder=folder, **reading)
+        logger.info("evaluation data\n%s", rows.summary)
     if eval and scores:
         chosen = {name: reading[name] for name in ("format", "bad_rows", "chat_template")}
         questions = read_questions(eval, tokenizer, seed=seed, limit=options["limit"], **chosen)

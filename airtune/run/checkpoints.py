@@ -24,23 +24,19 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _TORCH_FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
-class RunFolderError(ValueError):
-    """The output folder does not fit what was asked for."""
-
-
 def open_run_folder(output_dir: Path, *, resume: bool) -> Path | None:
     """The checkpoint to go on from, or None for a new run. Creates and deletes nothing.
 
-    Raises RunFolderError when a new run would mix with what is there, or when there is nothing to resume.
+    Raises ValueError when a new run would mix with what is there, or when there is nothing to resume.
     """
     if resume:
         return newest_checkpoint(output_dir)
     if output_dir.exists() and not output_dir.is_dir():
-        raise RunFolderError(f"output_dir {output_dir} is a file; choose another")
+        raise ValueError(f"output_dir {output_dir} is a file; choose another")
     names = sorted(path.name for path in output_dir.iterdir()) if output_dir.exists() else []
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise RunFolderError(
+        raise ValueError(
             f"output_dir {output_dir} is not empty (it holds {shown}): choose another output_dir, add "
             "resume=true to go on from its last checkpoint, or delete it"
         )
@@ -51,7 +47,7 @@ def open_run_folder(output_dir: Path, *, resume: bool) -> Path | None:
 def held(output_dir: Path, *, resume: bool) -> Iterator[None]:
     """The run's folder, created if need be, is this run's alone: two would write over one another.
 
-    ValueError when another process has it, RunFolderError when one has had it since `open_run_folder` looked.
+    ValueError when another process has it, or has had it since `open_run_folder` looked.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with alone_in(output_dir):
@@ -67,7 +63,7 @@ def newest_checkpoint(output_dir: Path) -> Path:
         if fault is None:
             return folder
         logger.warning("Skipping %s: %s", folder, fault)
-    raise RunFolderError(
+    raise ValueError(
         f"resume=true, but {output_dir} holds no complete checkpoint: start again in a new output_dir. "
         "trainer.save_steps sets how often one is written"
     )
@@ -80,9 +76,7 @@ def incomplete(folder: Path) -> str | None:
     except AdapterError as error:
         return str(error)
     for name in _TORCH_FILES:
-        if not zipfile.is_zipfile(
-            folder / name
-        ):  # what torch.save writes; its directory is the end of the file
+        if not zipfile.is_zipfile(folder / name):  # as torch.save writes it, its directory at the end
             return f"{name} is missing or cut"
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
@@ -115,7 +109,7 @@ def remove_partial(output_dir: Path) -> None:
 
 def _by_step(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
-        raise RunFolderError(f"resume=true, but there is no folder {output_dir}")
+        raise ValueError(f"resume=true, but there is no folder {output_dir}")
     named = [path for path in output_dir.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(named, key=_step, reverse=True)
 

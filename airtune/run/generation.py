@@ -111,11 +111,12 @@ def refuse_beyond_context(model: Model, rows: PreparedData) -> None:
 
     Learned positions end there; others go on, and what a model makes of them it was never trained for.
     """
-    limit, longest = context_limit(model), int(rows.lengths().argmax())
-    if limit is not None and (tokens := int(rows.lengths()[longest])) > limit:
+    limit, lengths_R = context_limit(model), rows.lengths()
+    longest = int(lengths_R.argmax())
+    if limit is not None and lengths_R[longest] > limit:
         raise ValueError(
-            f"{rows.where(longest)} has {tokens} tokens, and the model's context ends at {limit}: set "
-            f"data.max_length={limit} or less, and data.overlong to what becomes of longer rows"
+            f"{rows.where(longest)} has {lengths_R[longest]} tokens, and the model's context ends at "
+            f"{limit}: set data.max_length={limit} or less, and data.overlong to what becomes of longer rows"
         )
 
 

@@ -3,7 +3,7 @@
 The order is what makes a failure cheap: nothing is written before the data is tokenised and the model stands,
 so a run that cannot start leaves no folder behind. The run's folder then holds
 
-    config.yaml      every value of the configuration
+    config.yaml      every value of the configuration, and how many rows that made
     metrics.jsonl    a line for each step and evaluation
     checkpoint-N/    what `resume=true` goes on from
     adapter/         the result, in PEFT's format
@@ -150,7 +150,7 @@ def run_training(
             sys.stdout.write(f"[{when} training] {text}\n    {said}\n")
         sys.stdout.flush()
 
-    with _claimed(output_dir, model, checkpoint, config_yaml):
+    with _claimed(output_dir, model, checkpoint, config_yaml + _amounts(rows, eval_rows)):
         trainer = StreamedTrainer(
             model,
             args,
@@ -198,6 +198,12 @@ def _claimed(output_dir: Path, model: PeftModel, checkpoint: Path | None, config
                 _say_what_changed(output_dir / "config.yaml", config_yaml)
             write_whole(output_dir / "config.yaml", config_yaml)
         yield
+
+
+def _amounts(rows: PreparedData, eval_rows: PreparedData | None) -> str:
+    """As comments. A run that goes on with other rows would see some of them twice and others never."""
+    named = [("training", rows)] + ([("evaluation", eval_rows)] if eval_rows else [])
+    return "".join(f"# {name}: {len(r)} rows, {r.summary.total_tokens} tokens\n" for name, r in named)
 
 
 def _say_what_changed(path: Path, config_yaml: str) -> None:

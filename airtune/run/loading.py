@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from peft import LoraConfig, PeftModel
+from peft.utils import CONFIG_NAME
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from airtune.model.build import load
@@ -23,12 +27,22 @@ def load_tokenizer(
     if os.path.isabs(path) and not is_folder:
         raise ValueError(f"{key}: there is no folder {path}")
     try:
+        if not is_folder:
+            _reach(path, revision)
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError) as error:  # which often names no file, and never the key
+    except (ValueError, OSError, HTTPError) as error:  # which often names no file, and never the key
         what = "its tokenizer cannot be loaded"
         if not is_folder:
             what = f"there is no such folder in {os.getcwd()}, nor can it be had from the hub"
         raise ValueError(f"{key}={path}: {what}: {error}") from error
+
+
+def find_adapter(folder: str | None) -> None:
+    """ValueError when there is no adapter in `folder`: said before data is read, which may take hours."""
+    if folder is not None and not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
+        raise ValueError(
+            f"adapter.path: there is no {CONFIG_NAME} in {folder}; what a run leaves is in its folder adapter"
+        )
 
 
 def load_for_use(*, adapter: str | None, **keys: Any) -> PreTrainedModel | PeftModel:
@@ -52,6 +66,17 @@ def load_for_training(adapter: LoraConfig | str, *, seed: int, **keys: Any) -> P
         model = _load(adapter=adapter, adapter_trainable=True, **keys)
     assert isinstance(model, PeftModel), "load() returns a PeftModel when it is given an adapter"
     return model
+
+
+def _reach(repo_id: str, revision: str | None) -> None:
+    """Fails at once where a repository is not in the cache and the hub does not answer.
+
+    By themselves the libraries try again for most of a minute, also for a folder whose name was mistyped.
+    """
+    if isinstance(try_to_load_from_cache(repo_id, "config.json", revision=revision), str):
+        return
+    with suppress(HfHubHTTPError):  # an answer: what is to be made of it, the libraries know
+        get_hf_file_metadata(hf_hub_url(repo_id, "config.json", revision=revision))
 
 
 def _load(

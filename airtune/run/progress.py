@@ -95,9 +95,7 @@ class Progress(TrainerCallback):
 
     def _eta_s(self, layers: int, elapsed_s: float) -> float:
         step_s = self._step_s
-        if (
-            step_s is None or elapsed_s > step_s
-        ):  # one that takes longer than the last says nothing of its end
+        if step_s is None or elapsed_s > step_s:  # longer than the last: that says nothing of its end
             step_s = elapsed_s / min(self._visits / (2 * layers * self._passes), 1)
         return max(step_s - elapsed_s, 0) + (self._steps_left - 1) * step_s
 

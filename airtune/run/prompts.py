@@ -24,15 +24,13 @@ from transformers import PreTrainedTokenizerBase
 from airtune.durable import partial_of, put
 from airtune.run.data.encode import encode_prompt
 from airtune.run.data.files import find_files
-from airtune.run.data.forms import FORMS, Conversation, canonical, conversation, has_form
+from airtune.run.data.forms import CONVERSATIONS, FORMS, Conversation, canonical, conversation, has_form
 from airtune.run.data.messages import Message, checked_messages
 from airtune.run.data.readers import read
 from airtune.run.data.records import BadRow, Row
 from airtune.run.data.templates import ChatTemplate, fresh_word, resolve_template
 
 logger = logging.getLogger(__name__)
-
-_CONVERSATIONS = ("messages", "sharegpt", "alpaca")  # the forms of rows that are conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ def _prompt(row: Row) -> tuple[Prompt, bool]:
     if dialogue is None and isinstance(text, str):
         return Prompt(text, row.where, row.fields.get("tools")), False
     if dialogue is None:
-        conversations = ", ".join(" and ".join(FORMS[form]) for form in _CONVERSATIONS)
+        conversations = ", ".join(" and ".join(FORMS[form]) for form in CONVERSATIONS)
         named = ", ".join(row.fields) or "no field"
         raise ValueError(f"expected prompt, {conversations}, or text; got {named}")
     turns = list(dialogue.messages)
@@ -173,7 +171,7 @@ def _dialogue(row: Row) -> Conversation | None:
         return conversation(fields, turns) if fields.get("system") else None
     if prompt is not None:
         return conversation(fields, checked_messages(prompt, "prompt")[0])
-    form = next((form for form in _CONVERSATIONS if has_form(fields, form)), None)
+    form = next((form for form in CONVERSATIONS if has_form(fields, form)), None)
     if form is None:
         return None
     dialogue = canonical(row, form)

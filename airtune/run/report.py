@@ -13,7 +13,7 @@ from airtune.run.progress import duration
 def report(lines: Sequence[Mapping[str, float]], model: PeftModel, adapter: Path) -> str:
     """What a run did and where its result is, for people."""
     steps = [line for line in lines if "loss" in line]
-    evals = [line for line in lines if "eval_loss" in line]
+    evals = [line for line in lines if line.get("eval_loss") is not None]  # null: it was not finite
     facts = {"steps": f"{int(lines[-1]['step'])}"}
     if steps:
         # A line may stand for several steps (logging_steps); its tokens are theirs, its step_s is of one.
@@ -43,8 +43,11 @@ def loading_line(model: PeftModel, adapter: Path) -> str:
     # Code that came with the checkpoint is found by an Auto class. A class of the library is named, because
     # an Auto class may pick another one, whose parameters have other names.
     known = own_class.__module__.startswith("transformers.")
-    name, remote = (own_class.__name__, "") if known else ("AutoModelForCausalLM", ", trust_remote_code=True")
+    name, more = (own_class.__name__, "") if known else ("AutoModelForCausalLM", ", trust_remote_code=True")
+    (config,) = model.peft_config.values()
+    if config.revision is not None:
+        more += f", revision={config.revision!r}"
     return (
         f"import peft, transformers; model = peft.PeftModel.from_pretrained("
-        f"transformers.{name}.from_pretrained({str(base.name_or_path)!r}{remote}), {str(adapter)!r})"
+        f"transformers.{name}.from_pretrained({str(base.name_or_path)!r}{more}), {str(adapter)!r})"
     )

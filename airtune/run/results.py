@@ -48,11 +48,11 @@ def make_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    write_whole(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
-    write_whole(path, "".join(json.dumps(_finite(line), ensure_ascii=False) + "\n" for line in lines))
+    write_whole(path, "".join(json.dumps(finite(line), ensure_ascii=False) + "\n" for line in lines))
 
 
 def table(named: Mapping[str, Mapping[str, float]]) -> str:
@@ -83,7 +83,8 @@ def _shown(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """`value`, with null for what JSON has no word for."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

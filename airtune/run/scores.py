@@ -6,8 +6,8 @@
 
 Exact match is hard on prose and the longest common subsequence is blind to a wrong digit: which one says
 something depends on the data, so each is asked for by name. Words are runs of letters and digits of any
-script, without regard to case; on English text the numbers are those of the package rouge_score without
-stemming.
+script, without regard to case, and single characters of Chinese and Japanese, which leave no space between
+words; on English text the numbers are those of the package rouge_score without stemming.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 Score = Callable[[str, str], float]  # (answer, expected) -> 0..1
 
-_WORD = re.compile(r"[^\W_]+")
+_UNSPACED = "\u3040-\u30ff\u3400-\u9fff"  # kana and Han
+_WORD = re.compile(rf"(?=\w)[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
 
 def chosen_scores(names: Sequence[str], *, ignore_space: bool, pattern: str | None) -> dict[str, Score]:

@@ -17,21 +17,27 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
 from airtune.durable import write_whole
+from airtune.run.results import finite
 
 if TYPE_CHECKING:
     from wandb import Run
 
 logger = logging.getLogger(__name__)
+
+# Of W&B, whose own is 90 s for a server that does not answer, and for ever at the end. What is not uploaded
+# by then stays in the folder wandb, for `wandb sync`.
+_PATIENCE_S: dict[str, Any] = {"init_timeout": 20, "finish_timeout": 60}
 
 
 class StepMeter(TrainerCallback):
@@ -109,7 +115,7 @@ class MetricsFile(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        line = {"step": state.global_step} | {name: _finite(value) for name, value in (logs or {}).items()}
+        line = {"step": state.global_step} | {name: finite(value) for name, value in (logs or {}).items()}
         self._unwritten.append(json.dumps(line).encode() + b"\n")
         self._write()
 
@@ -141,8 +147,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 class WandbTracker(TrainerCallback):
     """Sends the log to Weights & Biases: `train/...` and `eval/...` over `train/global_step`.
 
-    Account, server and mode come from the environment (WANDB_API_KEY, WANDB_MODE=offline, WANDB_RUN_ID with
-    WANDB_RESUME to go on with a run). A run that is already open, as in a sweep, is used.
+    Account, server, mode and timeouts come from the environment (WANDB_API_KEY, WANDB_MODE=offline,
+    WANDB_RUN_ID with WANDB_RESUME to go on with a run). A run that is already open, as in a sweep, is used.
     """
 
     def __init__(
@@ -162,13 +168,14 @@ class WandbTracker(TrainerCallback):
     def _open(self) -> None:
         import wandb
 
+        patience = {name: s for name, s in _PATIENCE_S.items() if f"WANDB_{name.upper()}" not in os.environ}
         # The console is not captured: progress inside a step rewrites its line several times a second.
         self._run = wandb.run or wandb.init(
             project=self._project,
             name=self._run_name,
             config=self._config,
             dir=self._folder,
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", **patience),
         )
         self._run.define_metric("train/global_step")
         self._run.define_metric("*", step_metric="train/global_step")
@@ -242,7 +249,3 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _finite(value: float) -> float | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

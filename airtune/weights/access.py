@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -69,19 +69,16 @@ def choose_access(checkpoint: Checkpoint, *, on_cpu: bool, requested: str = "aut
             available_nbytes=available_memory_nbytes(),
             measure=lambda: measure_cold(checkpoint.files),
         )
-    if requested == "mapped":
-        if not on_cpu:
-            raise ValueError(
-                'file_access="mapped" is for layers that compute on the CPU; what goes to an accelerator is '
-                'read, not mapped. Use "auto", "buffered" or "direct".'
-            )
-        return "mapped"
-    if requested == "buffered":
-        return "buffered"
+    if requested not in get_args(FileAccess):
+        raise ValueError(f'got file_access={requested!r}, expected "auto" or one of {get_args(FileAccess)}')
+    if requested == "mapped" and not on_cpu:
+        raise ValueError(
+            'file_access="mapped" is for layers that compute on the CPU; what goes to an accelerator is '
+            'read, not mapped. Use "auto", "buffered" or "direct".'
+        )
     if requested == "direct":
         require_direct(checkpoint.files)
-        return "direct"
-    raise ValueError(f'got file_access={requested!r}, expected "auto" or one of {get_args(FileAccess)}')
+    return cast(FileAccess, requested)
 
 
 def decide(

@@ -51,8 +51,9 @@ _OTHER_FORMATS = {
 }
 _NUMBERED_SHARD = re.compile(r"(.*)-(\d{1,5})-of-(\d{1,5})\.safetensors")
 
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_CODE_FILES = ["*.py"]
+# What a config and a tokenizer are made of, and a model's own code.
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+CODE_FILES = ("*.py",)
 
 
 class Checkpoint(Mapping[str, StoredTensor]):
@@ -246,7 +247,7 @@ def _download(repo_id: str, revision: str | None, include_code: bool) -> Path:
         raise CheckpointError(
             f"{repo_id}: no such folder (in {Path.cwd()}), and not a hub id of the form owner/name."
         )
-    patterns = [*_SMALL_FILES, *(_CODE_FILES if include_code else [])]
+    patterns = [*SMALL_FILES, *(CODE_FILES if include_code else ())]
     at = repo_id if revision is None else f"{repo_id} at revision {revision}"
     try:
         names = _top_level_names(repo_id, revision)
@@ -261,24 +262,26 @@ def _download(repo_id: str, revision: str | None, include_code: bool) -> Path:
                 repo_id, revision=revision, allow_patterns=[*patterns, *weights]
             )
         )
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{at}: the repository is gated. Accept its terms on the hub, and set HF_TOKEN."
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{at}: the repository has no such revision. Correct model.revision."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{at}: no such folder (in {Path.cwd()}), and no such repository on the hub. Correct model.path, "
-            "or set HF_TOKEN if the repository is private."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{at}: not in the local cache, or not all of it, and the hub cannot be reached. Connect "
-            "(and unset HF_HUB_OFFLINE), or give a local folder."
-        ) from error
+    except (HTTPError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(f"{at}: {_explained(error)}") from error
+
+
+def _explained(error: HTTPError | LocalEntryNotFoundError) -> str:
+    if isinstance(error, GatedRepoError):
+        return "the repository is gated. Accept its terms on the hub, and set HF_TOKEN."
+    if isinstance(error, RevisionNotFoundError):
+        return "the repository has no such revision. Correct model.revision."
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"no such folder (in {Path.cwd()}), and no such repository on the hub. Correct model.path, or "
+            "set HF_TOKEN if the repository is private."
+        )
+    if isinstance(error, LocalEntryNotFoundError):
+        return (
+            "not in the local cache, or not all of it, and the hub cannot be reached. Connect (and unset "
+            "HF_HUB_OFFLINE), or give a local folder."
+        )
+    return f"the download stopped ({type(error).__name__}: {error}). Start again, and it goes on."
 
 
 def _top_level_names(repo_id: str, revision: str | None) -> list[str] | None:
@@ -289,7 +292,10 @@ def _top_level_names(repo_id: str, revision: str | None) -> list[str] | None:
         raise
     except (HTTPError, OfflineModeIsEnabled) as error:
         logger.warning(
-            "the hub's file list of %s is out of reach (%s): using the cache", repo_id, type(error).__name__
+            "the hub's file list of %s is out of reach (%s: %s): using the cache",
+            repo_id,
+            type(error).__name__,
+            error,
         )
         return None
     return [name for name in names if "/" not in name]

@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import torch
-
-from airtune.weights.checkpoint import StoredTensor
+from airtune.weights.header import CheckpointError, StoredTensor
 from airtune.weights.image import LayerImage
 from airtune.weights.layout import source_number
 from airtune.weights.pieces import Piece, cut_pieces
@@ -55,8 +53,13 @@ class ExpertGroup:
         """{module tensor name: plan} of expert `index` alone; of a stack, for its slice."""
         if self.apart:
             return dict(self.apart[index])
-        cut = {name: _of_expert(plan, index) for name, plan in self.stacks.items() if index < plan.shape[0]}
-        return {name: plan for name, plan in cut.items() if plan is not None}
+        made = {}
+        for name, plan in self.stacks.items():
+            if index < plan.shape[0]:
+                one = _of_expert(plan, index)
+                assert one is not None, "see can_be_cut"
+                made[name] = one
+        return made
 
 
 class ExpertImages(Sequence[LayerImage]):
@@ -102,10 +105,9 @@ def _of_expert(plan: TensorPlan, index: int) -> TensorPlan | None:
     one = plan.conversion.asked.for_one({plan.conversion.target, plan.output})
     conversion = replace(plan.conversion, sources=sources, asked=one)
     shape = (1, *plan.shape[1:])
-    tensors = {key: torch.empty(s.shape, dtype=s.dtype, device="meta") for key, _, s in sources}
     try:
-        made = conversion.convert(tensors).get(plan.output)
-    except (RuntimeError, ValueError, IndexError):
+        made = conversion.outline().get(plan.output)
+    except CheckpointError:
         return None  # its rows are not the experts
     if made is None or tuple(made.shape) != shape:
         return None
@@ -118,23 +120,11 @@ def _cut_pieces(plan: TensorPlan, index: int) -> TensorPlan:
     cut = cut_pieces(plan.pieces, index * width, (index + 1) * width)
     sources, pieces = [], []
     for number, piece in enumerate(cut):
-        stored = _run_of(piece)
+        stored = piece.stored((piece.nbytes // piece.source.dtype.itemsize,))
         sources.append((f"{plan.name}[{index}]#{number}", plan.name, stored))
         pieces.append(Piece(stored, 0, piece.nbytes, piece.into))
     conversion = Conversion(plan.conversion.target, tuple(sources), None)
     return replace(plan, shape=plan.shape[1:], conversion=conversion, pieces=tuple(pieces))
-
-
-def _run_of(piece: Piece) -> StoredTensor:
-    """The bytes of a piece as a stored tensor of their own."""
-    source = piece.source
-    return StoredTensor(
-        source.file,
-        source.offset + piece.offset,
-        piece.nbytes,
-        source.dtype,
-        (piece.nbytes // source.dtype.itemsize,),
-    )
 
 
 def _sources_of(plan: TensorPlan, index: int) -> tuple[tuple[str, str, StoredTensor], ...] | None:
@@ -145,14 +135,11 @@ def _sources_of(plan: TensorPlan, index: int) -> tuple[tuple[str, str, StoredTen
         if number is not None:
             if number == index:
                 kept.append((key, pattern, stored))
-        elif plan.conversion.is_read(key):
+        elif plan.conversion.was_read(key):
             kept.append((key, pattern, stored))  # it speaks of all of them
         elif stored.shape and stored.shape[0] == count:
-            nbytes = stored.nbytes // count
-            row = StoredTensor(
-                stored.file, stored.offset + index * nbytes, nbytes, stored.dtype, (1, *stored.shape[1:])
-            )
-            kept.append((key, pattern, row))
+            row = Piece(stored, index * (stored.nbytes // count), stored.nbytes // count, 0)
+            kept.append((key, pattern, row.stored((1, *stored.shape[1:]))))
         else:
             return None
     return tuple(kept) or None

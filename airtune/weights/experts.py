@@ -21,8 +21,8 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,7 +34,7 @@ from airtune.weights.lazy import LazyTensor, WeightSource
 from airtune.weights.plans import TensorPlan
 from airtune.weights.reader import ByteReader
 from airtune.weights.transport import Slot, Transport
-from airtune.weights.workers import workers
+from airtune.weights.workers import Task, Workers
 
 # One expert computes and one is on its way.
 LEAST_PLACES = 2
@@ -86,11 +86,11 @@ class ExpertWindow:
             part_nbytes=self._slot_nbytes,
         )
         threads = max(1, min(_THREADS, IN_FLIGHT_NBYTES // max(1, self.expert_nbytes)))
-        self._workers = workers(threads, "airtune-experts", device)
+        self._workers = Workers(threads, "airtune-experts", device)
         self._present: OrderedDict[int, Slot] = OrderedDict()  # the one used longest ago comes first
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
-        self._filling: dict[int, Future[tuple[int, int]]] = {}
-        self._active = [0] * len(self._images)
+        self._filling: dict[int, Task[tuple[int, int]]] = {}
+        self._uses: WeakKeyDictionary[_Use, int] = WeakKeyDictionary()  # {use: expert}
         self._routes: dict[int, list[int]] = {}
         self._last: int | None = None
         # Hooks on adapters' gradients run in the device's own autograd thread; what they call comes here too.
@@ -132,7 +132,7 @@ class ExpertWindow:
     def shrink(self) -> None:
         """Give back what is held beyond `places`, as far as nobody is using it."""
         with self._lock:
-            for index in [i for i in self._present if not self._active[i]]:
+            for index in self._unused():
                 if len(self._present) <= self.places:
                     return
                 self._let_go(index)
@@ -159,30 +159,17 @@ class ExpertWindow:
             self._last = None
             self._read_ahead(route)
 
-    @contextmanager
-    def hold(self, index: int) -> Iterator[dict[str, torch.Tensor]]:
+    def hold(self, index: int) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the expert's tensors are on the device, for what is queued on the current stream.
 
         Raises:
             CheckpointError, OSError: they cannot be read.
         """
-        counted = 0
-        try:
-            with self._lock:
-                self._active[index] += 1
-                counted = 1  # Ctrl-C may come between any two lines
-                slot, tensors = self._obtain(index), self._tensors[index]
-            try:
-                yield tensors
-            finally:
-                slot.release()
-        finally:
-            with self._lock:
-                self._active[index] -= counted
+        return _Use(self, index)
 
     def close(self) -> None:
         """Stop the background thread and give the places back."""
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown()
         self._present.clear()
         self._tensors.clear()
         self._transport.close()
@@ -219,7 +206,7 @@ class ExpertWindow:
 
     def _bring(self, index: int, *, keep: frozenset[int], only_if_room: bool = False) -> bool:
         """Start to fill a place with an expert; False when every place is needed."""
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             slot = self._free_slot(keep)
             if slot is None:
                 if only_if_room:
@@ -235,13 +222,17 @@ class ExpertWindow:
 
     def _free_slot(self, keep: frozenset[int]) -> Slot | None:
         while len(self._present) >= self.places:
-            victim = next((i for i in self._present if not self._active[i] and i not in keep), None)
+            victim = next((i for i in self._unused() if i not in keep), None)
             if victim is None:
                 return None
             slot = self._let_go(victim)
             if len(self._present) < self.places:
                 return slot
         return self._transport.slot(self._slot_nbytes)
+
+    def _unused(self) -> list[int]:
+        used = set(self._uses.values())
+        return [index for index in self._present if index not in used]
 
     def _let_go(self, index: int) -> Slot:
         self._wait_filled(index)
@@ -260,6 +251,31 @@ class ExpertWindow:
                 del self._filling[index]
             self._counters.bytes_read += read
             self._counters.bytes_copied += copied
+
+
+class _Use(AbstractContextManager[dict[str, torch.Tensor]]):
+    """Someone computes with an expert.
+
+    No generator: one that an interrupt (Ctrl-C) left open is closed by the garbage collector, in any thread.
+    In one that fills a place it would wait for the lock, and whoever has the lock waits for the place. A use
+    that was left open counts until it is forgotten.
+    """
+
+    def __init__(self, window: ExpertWindow, index: int) -> None:
+        self._window, self._index = window, index
+
+    def __enter__(self) -> dict[str, torch.Tensor]:
+        with self._window._lock:
+            self._window._uses[self] = self._index
+            self._slot = self._window._obtain(self._index)
+            return self._window._tensors[self._index]
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is GeneratorExit:  # of a generator around it
+            return
+        self._slot.release()
+        with self._window._lock:
+            self._window._uses.pop(self, None)
 
 
 class _OfExpert(WeightSource):

@@ -20,11 +20,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from airtune.weights.header import CheckpointError, StoredTensor
+from airtune.weights.reader import ByteRange
 
 # Reads pages and maps them, in the thread that asks (Linux 5.14), so that they are not faulted in one by one
 # in the middle of a matrix product. Python has no name for it yet.
@@ -43,16 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
-
-class FileRange(Protocol):
-    """Bytes of a file, such as a `StoredTensor`."""
-
-    @property
-    def file(self) -> Path: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+FileRange = StoredTensor | ByteRange  # bytes of a file
 
 
 class _Mapping(NamedTuple):
@@ -107,8 +99,7 @@ class FileMap:
 
         Meant for a thread of its own: it takes as long as reading does.
         """
-        for file, begin, end in _unions(ranges):
-            begin -= begin % mmap.PAGESIZE
+        for file, begin, end in _pages(ranges):
             if not self._can_populate:
                 self._announce(file, begin, end)
                 continue
@@ -125,11 +116,7 @@ class FileMap:
         """Whether reading these bytes would wait for the disk, as far as the kernel says: it tells the file's
         owner and whoever may write it. Always False where it cannot be asked to read.
         """
-        if not self._can_populate:
-            return False
-        return any(
-            self._lacks(file, begin - begin % mmap.PAGESIZE, end) for file, begin, end in _unions(ranges)
-        )
+        return self._can_populate and any(self._lacks(*pages) for pages in _pages(ranges))
 
     def _lacks(self, file: Path, begin: int, end: int) -> bool:
         in_memory = ctypes.create_string_buffer(-(-(end - begin) // mmap.PAGESIZE))
@@ -140,8 +127,8 @@ class FileMap:
 
     def announce(self, ranges: Iterable[FileRange]) -> None:
         """Have the kernel read these bytes ahead, rounded out to whole pages; the reads may end later."""
-        for file, begin, end in _unions(ranges):
-            self._announce(file, begin - begin % mmap.PAGESIZE, end)
+        for pages in _pages(ranges):
+            self._announce(*pages)
 
     def _announce(self, file: Path, begin: int, end: int) -> None:
         for bite in range(begin, end, _READ_AHEAD_NBYTES):
@@ -162,6 +149,10 @@ class FileMap:
         with self._lock:
             if file not in self._mappings:
                 with file.open("rb") as stream:
+                    if os.fstat(stream.fileno()).st_size == 0:
+                        raise CheckpointError(
+                            f"{file}: is empty: it changed after it was opened. Restore it and start again."
+                        )
                     # Writable, which is what torch asks of a buffer. No memory is set aside for such writes:
                     # the file may be larger than all of it.
                     memory = mmap.mmap(
@@ -206,3 +197,9 @@ def _unions(ranges: Iterable[FileRange]) -> Iterator[tuple[Path, int, int]]:
                 begin = next_begin
             end = max(end, next_end)
         yield file, begin, end
+
+
+def _pages(ranges: Iterable[FileRange]) -> Iterator[tuple[Path, int, int]]:
+    """The same, from the beginning of a page on."""
+    for file, begin, end in _unions(ranges):
+        yield file, begin - begin % mmap.PAGESIZE, end

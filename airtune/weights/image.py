@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
+from airtune.weights.header import StoredTensor
 from airtune.weights.lazy import LazyTensor
 from airtune.weights.packed.decode import Decoded
 from airtune.weights.plans import Conversion, TensorPlan
@@ -132,8 +132,8 @@ class LayerImage:
             packed.append(Region.at(end, plan))
             end = _aligned(packed[-1].offset + packed[-1].nbytes)
         ranges = tuple(part for region in packed for part in region.ranges())
-        sources = {(s.file, s.offset): s for region in packed for s in _sources(region.plan)}
-        read_nbytes = sum(source.nbytes for source in sources.values())
+        sources = {source for region in packed for source in _sources(region.plan)}
+        read_nbytes = sum(source.nbytes for source in sources)
         return cls(tuple(mapped), tuple(packed), end, read_nbytes, ranges)
 
     def names(self) -> list[str]:
@@ -142,7 +142,11 @@ class LayerImage:
 
     @property
     def mapped_nbytes(self) -> int:
-        return sum(_mapped_nbytes(plan) for plan in self.mapped)
+        """Bytes of the file behind the views."""
+        return sum(
+            sum(stored.nbytes for stored in _sources(plan)) if plan.packed else plan.nbytes
+            for plan in self.mapped
+        )
 
     def mapped_ranges(self) -> list[StoredTensor]:
         """The stored tensors behind the views, for read-ahead and release."""
@@ -192,11 +196,12 @@ class Filling:
                 part = stored[piece.offset // size : (piece.offset + piece.nbytes) // size]
                 flat[piece.into // size : (piece.into + piece.nbytes) // size].copy_(part)
             return
-        if plan.conversion not in self._converted:
+        made = self._converted.setdefault(plan.conversion, {})
+        if plan.output not in made:
             # The cast comes first, as when transformers loads, so that the result is the same to the bit.
             sources = {key: self._files.tensor(s).to(plan.dtype) for key, _, s in plan.conversion.sources}
-            self._converted[plan.conversion] = plan.conversion.convert(sources)
-        target.copy_(self._converted[plan.conversion][plan.output])
+            made |= plan.conversion.convert(sources)
+        target.copy_(made.pop(plan.output))
 
 
 def _clipped(whole: ByteRange, start: int, stop: int) -> ByteRange | None:
@@ -247,10 +252,6 @@ def load_tensor(plan: TensorPlan, reader: ByteReader, files: FileMap) -> torch.T
     buffer = torch.empty(image.nbytes, dtype=torch.uint8)
     image.fill(buffer, reader, files)
     return image.packed[0].view(buffer)
-
-
-def _mapped_nbytes(plan: TensorPlan) -> int:
-    return sum(stored.nbytes for stored in _sources(plan)) if plan.packed else plan.nbytes
 
 
 def _sources(plan: TensorPlan) -> Sequence[StoredTensor]:

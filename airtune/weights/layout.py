@@ -19,7 +19,8 @@ It is not made while the layer is brought, but whenever it is used: see `decode`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -33,10 +34,8 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from airtune.weights.checkpoint import CheckpointError, StoredTensor
-from airtune.weights.header import listed
+from airtune.weights.header import CheckpointError, StoredTensor, listed
 from airtune.weights.packed.decode import (
-    Decoder,
     Scheme,
     Source,
     decodes,
@@ -64,44 +63,28 @@ def plan_weights(
     """
     wanted = model.state_dict()
     conversions, unused = _group_sources(model, checkpoint, wanted, scheme)
-    made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]] = {}
+    made: dict[str, TensorPlan] = {}
     wrong_shape = []
     for conversion in conversions:
-        sources = {key: stored for key, _, stored in conversion.sources}
-        try:
-            outputs = conversion.convert({k: _on_meta(s) for k, s in sources.items()})
-        except (RuntimeError, ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(
-                f"{conversion.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
-                "Check that config.json and the weights belong together."
-            ) from error
-        pieces = _pieces(conversion)
+        outputs, pieces = conversion.outline(), _pieces(conversion)
         for name, value in outputs.items():
+            there = tuple(value.shape)
             if name not in wanted:
-                unused.append(name)
-            elif tuple(value.shape) != tuple(wanted[name].shape):
-                there, here = tuple(value.shape), tuple(wanted[name].shape)
+                unused.append((name, conversion.sources[0][0]))
+            elif there != (here := tuple(wanted[name].shape)):
                 wrong_shape.append(f"{name}: {there} in the checkpoint, {here} in the model")
             else:
-                made[name] = (conversion, name, pieces.get(name))
-    _follow_ties(model, made)
+                made[name] = TensorPlan(name, wanted[name].dtype, here, conversion, name, pieces.get(name))
+    _follow_ties(model, wanted, made)
     _check_complete(model, wanted, made, unused, wrong_shape)
-    return {
-        name: TensorPlan(name, tensor.dtype, tuple(tensor.shape), *made[name])
-        for name, tensor in wanted.items()
-        if name in made
-    }
+    return {name: made[name] for name in wanted if name in made}
 
 
 def _pieces(conversion: Conversion) -> dict[str, tuple[Piece, ...]]:
     sources = [(pattern, stored) for _, pattern, stored in conversion.sources]
-    if conversion.decoder is not None or len({stored.dtype for _, stored in sources}) > 1:
+    if conversion.packed or len({stored.dtype for _, stored in sources}) > 1:
         return {}
     return trace_pieces(conversion.target, sources, conversion.converter, conversion.asked.config)
-
-
-def _on_meta(stored: StoredTensor) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _group_sources(
@@ -109,8 +92,11 @@ def _group_sources(
     checkpoint: Mapping[str, StoredTensor],
     wanted: dict[str, torch.Tensor],
     scheme: Scheme | None,
-) -> tuple[list[Conversion], list[str]]:
-    """Rename every checkpoint key as transformers would, and gather the keys that share a converter."""
+) -> tuple[list[Conversion], list[tuple[str, str]]]:
+    """Rename every checkpoint key as transformers would, and gather the keys that share a converter.
+
+    Also returns (new name, key) of those that the model has no place for.
+    """
     mapping = get_model_conversion_mapping(model)
     if scheme is not None:
         mapping = scheme.update_weight_conversions(mapping, model)
@@ -127,7 +113,7 @@ def _group_sources(
         if target not in wanted and key in wanted:  # it was stored under the newer name
             target, pattern = key, None
         if target not in wanted:
-            unused.append(target)
+            unused.append((target, key))
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((key, pattern or key, checkpoint[key]))
@@ -149,7 +135,7 @@ def _conversion(
     asked = model
     if scheme is not None and converter is not None and decodes(converter):
         if is_packed(scheme, sources):
-            asked = Decoder(model.config, model.wanted, read_described(scheme, sources))
+            asked = StandIn(model.config, model.wanted, read_described(scheme, sources))
         else:  # stored as it is, among others that are packed
             converter = without_decoding(converter)
             sources = [(key, pattern if converter else key, stored) for key, pattern, stored in sources]
@@ -162,20 +148,20 @@ def _conversion(
 def _check_sources(target: str, converter: WeightConverter | None, sources: Sequence[Source]) -> None:
     """One tensor for one place; and where a list is stacked, every number of it, for every part.
 
-    transformers stacks whatever it finds: a list with a gap would be shifted without a word.
+    transformers would leave a tensor out that its converter has no use for, and shift a list with a gap, both
+    without a word.
     """
-    if converter is None:
-        if len(sources) > 1:
-            keys = ", ".join(key for key, _, _ in sources)
-            raise CheckpointError(f"the checkpoint has more than one tensor for {target}: {keys}")
-        return
+    known = () if converter is None else converter.source_patterns
+    if len(sources) > 1 and any(pattern not in known for _, pattern, _ in sources):
+        keys = [key for key, _, _ in sorted(sources, key=lambda source: source[1] in known)]
+        raise CheckpointError(f"the checkpoint has more than one tensor for {target}: {listed(keys)}")
     numbers: dict[str, dict[int, str]] = {}  # {pattern: {number: key}}
     for key, pattern, _ in sources:
         if "*" in pattern:
-            found = _numbered(pattern).search(key)
-            if found is None:
+            number = source_number(key, pattern)
+            if number is None:
                 return  # a pattern that means more than a number: the shapes must tell
-            numbers.setdefault(pattern, {})[int(found[1])] = key
+            numbers.setdefault(pattern, {})[number] = key
     count = 1 + max((number for keys in numbers.values() for number in keys), default=-1)
     missing = [
         _renumbered(keys[min(keys)], pattern, number)
@@ -191,30 +177,29 @@ def _check_sources(target: str, converter: WeightConverter | None, sources: Sequ
 
 
 def _follow_ties(
-    model: PreTrainedModel, made: dict[str, tuple[Conversion, str, tuple[Piece, ...] | None]]
+    model: PreTrainedModel, wanted: Mapping[str, torch.Tensor], made: dict[str, TensorPlan]
 ) -> None:
     """A tied tensor is stored once: both names get the sources of the one that is there."""
-    for target, source in (model.all_tied_weights_keys or {}).items():
-        if target not in made and source in made:
-            made[target] = made[source]
-        elif source not in made and target in made:
-            made[source] = made[target]
+    for pair in model.all_tied_weights_keys.items():
+        for absent, there in (pair, pair[::-1]):
+            if absent not in made and there in made:
+                made[absent] = replace(made[there], name=absent, dtype=wanted[absent].dtype)
 
 
 def _check_complete(
     model: PreTrainedModel,
     wanted: Mapping[str, torch.Tensor],
     made: Mapping[str, object],
-    unused: Iterable[str],
+    unused: Sequence[tuple[str, str]],
     wrong_shape: Sequence[str],
 ) -> None:
-    info = LoadStateDictInfo(set(wanted) - set(made), set(unused), set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(
-        info
-    )  # drops what this model's authors say may be absent or extra
-    missing, unexpected = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    renamed = {name for name, _ in unused}
+    info = LoadStateDictInfo(set(wanted) - set(made), renamed, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(info)  # drops what its authors say may be absent or extra
+    missing = sorted(info.missing_keys)
+    unexpected = list(dict.fromkeys(key for name, key in unused if name in info.unexpected_keys))
     problems = [
-        f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        f"{what}: {listed(names, limit=8)}"
         for what, names in (
             ("the model's tensors without a source in the checkpoint", missing),
             ("checkpoint tensors that the model has no place for", unexpected),

@@ -17,20 +17,24 @@ changes, which frozen weights do not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
 # Views by what they do, though their schema does not say so.
-_ALSO_VIEWS = frozenset({aten._unsafe_view.default})
+_ALSO_VIEWS = frozenset(
+    {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
+)
 _THE_SAME = frozenset({aten.detach.default, aten.alias.default})
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
+_IDS = frozenset({torch.int64, torch.int32})
 
 
 class WeightSource:
@@ -77,8 +81,9 @@ class LazyTensor(torch.Tensor):
         views: tuple[Callable[[torch.Tensor], Any], ...] = (),
     ) -> LazyTensor:
         like = source.like if like is None else like
-        # Also where inference mode is on: the view of a tensor that is from outside is from outside too.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        # Also where inference mode is on: the view of a tensor that is from outside is from outside too. Not
+        # `torch.inference_mode`, which is Python: interrupted on its way out, it leaves the mode changed.
+        with torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else nullcontext():
             made: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=source.device
             )
@@ -174,14 +179,13 @@ def _apply(
 
 def _looked_up(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     """The ids, if the operation picks rows of its first argument by them."""
-    weight = args[0]
     if func is aten.embedding.default:
         return args[1]
     if func is aten.index_select.default and args[1] == 0:
         return args[2]
-    if func is aten.index.Tensor and len(args[1]) == 1 and not args[1][0].dtype.is_floating_point:
-        ids = args[1][0]
-        return None if ids.dtype == torch.bool else torch.where(ids < 0, ids + len(weight), ids)
+    if func is aten.index.Tensor and len(args[1]) == 1:
+        (ids,) = args[1]  # or a mask, of booleans or bytes
+        return torch.where(ids < 0, ids + len(args[0]), ids) if ids.dtype in _IDS else None
     return None
 
 
@@ -203,14 +207,8 @@ def _nothing(lazy: LazyTensor) -> torch.Tensor:
 def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if not func._schema.is_mutable:
         return
-    for given, declared in _declared(func, args, kwargs):
-        if isinstance(given, LazyTensor) and declared.alias_info is not None and declared.alias_info.is_write:
-            raise RuntimeError(f"{func} would write to a streamed weight, and those are frozen")
-
-
-def _declared(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for position, declared in enumerate(func._schema.arguments):
-        if position < len(args):
-            yield args[position], declared
-        elif declared.name in kwargs:
-            yield kwargs[declared.name], declared
+    declared = func._schema.arguments
+    given = dict(zip((argument.name for argument in declared), args, strict=False)) | dict(kwargs)
+    written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves(written)):
+        raise RuntimeError(f"{func} would write to a streamed weight, and those are frozen")

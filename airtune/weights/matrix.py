@@ -9,7 +9,6 @@ mapped file, whose pages a thread brings in ahead of the use and gives back afte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
 from airtune.weights.pinned import host_buffer, owned_by
 from airtune.weights.reader import ByteRange, ByteReader
-from airtune.weights.workers import workers
+from airtune.weights.workers import Task, Workers
 
 CHUNK_NBYTES = 32 * 2**20
 # On the CPU nothing travels, so small chunks cost nothing; two of them are mapped while the last layer's
@@ -138,8 +137,8 @@ class ChunkedMatrix:
         step = max(1, min(self.rows, chunk_nbytes // (self.columns * dtype.itemsize)))
         self._spans = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
         self._pipe = None if on_cpu else _Pipe(rows, (step, self.columns), dtype, device)
-        self._worker = workers(1, "airtune-head", device) if on_cpu else None
-        self._bringing: dict[tuple[int, int], Future[None]] = {}
+        self._worker = Workers(1, "airtune-head", device) if on_cpu else None
+        self._bringing: dict[tuple[int, int], Task[None]] = {}
 
     @property
     def stays(self) -> bool:
@@ -183,7 +182,7 @@ class ChunkedMatrix:
         if self._pipe is not None:
             self._pipe.close()
         if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
+            self._worker.shutdown()
 
     def _piped(self, pipe: _Pipe) -> Iterator[tuple[int, torch.Tensor]]:
         if not self.stays:
@@ -191,7 +190,7 @@ class ChunkedMatrix:
             return
         kept = []
         for start, rows_VD in pipe.chunks(self._spans):
-            with torch.inference_mode(False):  # a training step may use them later
+            with torch._C._InferenceMode(False):  # a training step may use them later
                 kept.append((start, rows_VD.clone()))
             yield kept[-1]
         if self.stays:
@@ -217,8 +216,8 @@ class _Pipe:
         self._stream = torch.Stream(device=device)
         self._hosts = [host_buffer(shape, dtype) for _ in range(2)]
         self._copied: list[torch.Event | None] = [None, None]
-        self._worker = workers(1, "airtune-head", device)
-        self._begun: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
+        self._worker = Workers(1, "airtune-head", device)
+        self._begun: tuple[tuple[int, int], Task[torch.Tensor]] | None = None
 
     def start(self, span: tuple[int, int]) -> None:
         """Begin to read a first chunk."""
@@ -261,4 +260,4 @@ class _Pipe:
         return host
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown()

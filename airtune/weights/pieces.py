@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import (
@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from airtune.weights.checkpoint import StoredTensor
+from airtune.weights.header import StoredTensor
 
 # A conversion that shatters into more reads than this per source tensor is cheaper as a copy.
 _MAX_PIECES_PER_SOURCE = 4
@@ -35,6 +35,10 @@ class Piece:
     offset: int
     nbytes: int
     into: int
+
+    def stored(self, shape: tuple[int, ...]) -> StoredTensor:
+        """Its bytes as a stored tensor of their own."""
+        return replace(self.source, offset=self.source.offset + self.offset, nbytes=self.nbytes, shape=shape)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers.core_model_loading import WeightConverter
 
-from airtune.weights.header import StoredTensor
-from airtune.weights.packed.decode import Decoder, Source
+from airtune.weights.header import CheckpointError, StoredTensor, listed
+from airtune.weights.packed.decode import Source
 from airtune.weights.pieces import Piece
 from airtune.weights.stand_in import StandIn
 
@@ -31,7 +31,7 @@ class Conversion:
         target: the module tensor that transformers files the conversion under.
         sources: (checkpoint key, source pattern, stored tensor), in the order the converter expects.
         converter: None for a plain copy under another name.
-        asked: stands where the converter expects the model; a `Decoder` if it decodes packed weights.
+        asked: stands where the converter expects the model.
     """
 
     target: str
@@ -40,13 +40,13 @@ class Conversion:
     asked: StandIn = field(default=StandIn(None, {}), compare=False)
 
     @property
-    def decoder(self) -> Decoder | None:
-        return self.asked if isinstance(self.asked, Decoder) else None
+    def packed(self) -> bool:
+        """Whether the sources are packed, and the converter decodes them."""
+        return self.asked.described is not None
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """transformers' own operations on {checkpoint key: tensor}; returns {module tensor name: tensor}."""
-        if self.decoder is not None:
-            tensors = {**tensors, **self.decoder.described}
+        tensors = {**tensors, **(self.asked.described or {})}
         if self.converter is None:
             return {self.target: tensors[self.sources[0][0]]}
         # Tensors are collected in it. Its operations stay as they are: they may hold a whole quantizer.
@@ -58,13 +58,31 @@ class Conversion:
         made = transform.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def is_read(self, key: str) -> bool:
+    def outline(self) -> dict[str, torch.Tensor]:
+        """What `convert` makes, on the meta device: shapes alone.
+
+        Raises:
+            CheckpointError: nothing can be made of sources of these shapes.
+        """
+        sources = {
+            key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            for key, _, stored in self.sources
+        }
+        try:
+            return self.convert(sources)
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{self.target} cannot be made of the checkpoint's {listed(sources)}: {error}. "
+                "Check that config.json and the weights belong together."
+            ) from error
+
+    def was_read(self, key: str) -> bool:
         """Whether this source was read when the plan was made: it says how to decode the others."""
-        return self.decoder is not None and key in self.decoder.described
+        return key in (self.asked.described or {})
 
     def travels(self) -> list[tuple[str, StoredTensor]]:
         """(checkpoint key, stored tensor) of the sources that are not read yet."""
-        return [(key, stored) for key, _, stored in self.sources if not self.is_read(key)]
+        return [(key, stored) for key, _, stored in self.sources if not self.was_read(key)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +115,7 @@ class TensorPlan:
     @property
     def packed(self) -> bool:
         """True when the tensor is decoded from its sources whenever it is used."""
-        return self.conversion.decoder is not None
+        return self.conversion.packed
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The tensor of a packed plan, on the device of its sources {checkpoint key: tensor, as stored}.

@@ -21,9 +21,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -136,12 +137,11 @@ class Residency:
         self._fills = itertools.count(1)
         # Autograd may start on another graph while a layer's backward is under way: visits can be nested. And
         # what hooks on adapters' gradients call runs in the device's own autograd thread, beside a visit.
-        self._active = [0] * len(layers)
+        self._visits: WeakKeyDictionary[_Visit, int] = WeakKeyDictionary()  # {visit: layer}
         self._lock = threading.RLock()  # for what a visit changes here; never held while a layer computes
         self._closed = False
 
-    @contextmanager
-    def visit(self, index: int, direction: Direction) -> Iterator[object]:
+    def visit(self, index: int, direction: Direction) -> AbstractContextManager[int]:
         """Inside, the parameters of layer `index` are on the device.
 
         Yields a token: as long as later visits yield an equal one, the weights were never moved or
@@ -151,34 +151,7 @@ class Residency:
             CheckpointError, OSError: the weights can no longer be read.
             RuntimeError: after `close`.
         """
-        started, counted = time.perf_counter(), 0
-        try:
-            with self._lock:
-                if self._closed:
-                    raise RuntimeError(
-                        "the stream of this model is closed: its layers have no weights any more"
-                    )
-                self._route.arrive(Stop(index, direction))
-                self.counters.visits += 1
-                self._active[index] += 1
-                counted = 1  # Ctrl-C may come between any two lines
-                slot = self._obtain(index)
-                entered = time.perf_counter()
-                self.counters.stall_s += entered - started
-                self._read_ahead(index)
-                self._put(index, slot)
-                stalled_s = self.counters.stall_s
-            try:
-                yield slot.fill
-            finally:
-                slot.release()  # also after an error: what was queued until then still reads the slot
-                waited_s = self.counters.stall_s - stalled_s  # for experts
-                self.counters.compute_s += time.perf_counter() - entered - waited_s
-        finally:
-            with self._lock:
-                self._active[index] -= counted
-                if not self._active[index]:
-                    self._take_off(index)
+        return _Visit(self, Stop(index, direction))
 
     @property
     def count(self) -> int:
@@ -198,7 +171,7 @@ class Residency:
         """Give back what is held beyond `places`, as far as no visit is using it."""
         with self._lock:
             while len(self._present) > self.places:
-                droppable = [i for i in self._present if not self._active[i]]
+                droppable = self._unvisited()
                 if not droppable:
                     return
                 self._let_go(self._route.last_needed(droppable))
@@ -209,6 +182,33 @@ class Residency:
         self._worker.shutdown()
         self._present.clear()
         self._transport.close()
+
+    def _enter(self, visit: _Visit, stop: Stop) -> tuple[Slot, float]:
+        """The slot of the layer, whose parameters are in their places; and the seconds waited for weights so
+        far.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the stream of this model is closed: its layers have no weights any more")
+            self._route.arrive(stop)
+            self.counters.visits += 1
+            self._visits[visit] = stop.index
+            slot = self._obtain(stop.index)
+            self.counters.stall_s += time.perf_counter() - started
+            self._read_ahead(stop.index)
+            self._put(stop.index, slot)
+            return slot, self.counters.stall_s
+
+    def _leave(self, visit: _Visit, index: int) -> None:
+        with self._lock:
+            self._visits.pop(visit, None)
+            if index not in self._visits.values():
+                self._take_off(index)
+
+    def _unvisited(self) -> list[int]:
+        visited = set(self._visits.values())
+        return [index for index in self._present if index not in visited]
 
     def _put(self, index: int, slot: Slot) -> None:
         for binding, tensor in zip(self._bindings[index], slot.views[index], strict=True):
@@ -225,7 +225,7 @@ class Residency:
         if index in self._present:
             self.counters.cache_hits += 1
         else:
-            droppable = [i for i in self._present if not self._active[i]]
+            droppable = self._unvisited()
             full = len(self._present) >= self.places
             # A visit inside a visit may find every place taken: then, for once, there is one more.
             self._bring(index, drop=self._route.last_needed(droppable) if full and droppable else None)
@@ -263,7 +263,7 @@ class Residency:
                 self._bring(coming, drop=None)
             return
         choice = self._route.replace(self._present, current)
-        if choice is not None and not self._active[choice[1]]:
+        if choice is not None and choice[1] in self._unvisited():
             self._bring(choice[0], drop=choice[1])
 
     def _refresh(self) -> None:
@@ -302,3 +302,30 @@ class Residency:
                 slot.views[index] = [binding.wrap(t) for binding, t in zip(bindings, tensors, strict=True)]
         self._filling[index] = self._worker.submit(self._transport.fill, index, slot)
         self._present[index] = slot
+
+
+class _Visit(AbstractContextManager[int]):
+    """A class and no generator, for the reason that the experts' `_Use` has."""
+
+    def __init__(self, residency: Residency, stop: Stop) -> None:
+        self._residency, self._stop = residency, stop
+
+    def __enter__(self) -> int:
+        try:
+            self._slot, self._stalled_s = self._residency._enter(self, self._stop)
+        except BaseException:
+            self._residency._leave(self, self._stop.index)
+            raise
+        self._entered = time.perf_counter()
+        return self._slot.fill
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is GeneratorExit:  # of a generator around it
+            return
+        try:
+            self._slot.release()  # also after an error: what was queued until then still reads the slot
+            counters = self._residency.counters
+            waited_s = counters.stall_s - self._stalled_s  # for experts
+            counters.compute_s += time.perf_counter() - self._entered - waited_s
+        finally:
+            self._residency._leave(self, self._stop.index)

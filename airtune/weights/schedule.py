@@ -15,7 +15,7 @@ Pure logic: numbers in, numbers out.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Direction = Literal["forward", "backward"]
@@ -29,14 +29,14 @@ class Stop:
     direction: Direction
 
 
-@dataclass
 class Route:
     """The order of visits over `count` layers, as far as it is known."""
 
-    count: int
-    _follows: dict[tuple[Stop | None, Stop], Stop] = field(default_factory=dict)
-    _last: Stop | None = None
-    _before_last: Stop | None = None
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._follows: dict[tuple[Stop | None, Stop], Stop] = {}
+        self._before_last: Stop | None = None
+        self._last: Stop | None = None
 
     def arrive(self, stop: Stop) -> None:
         """Note that `stop` is visited now."""

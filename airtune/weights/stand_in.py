@@ -23,10 +23,17 @@ class StandIn:
     Args:
         config: the model's.
         wanted: {module tensor name: tensor of the shape and dtype that the model wants}.
+        described: for a conversion that decodes, {checkpoint key: tensor on the host} of the sources that say
+            how (a shape, a block size); else None.
     """
 
-    def __init__(self, config: PreTrainedConfig | None, wanted: Mapping[str, torch.Tensor]) -> None:
-        self.config, self.wanted = config, wanted
+    def __init__(
+        self,
+        config: PreTrainedConfig | None,
+        wanted: Mapping[str, torch.Tensor],
+        described: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.config, self.wanted, self.described = config, wanted, described
 
     def get_parameter(self, name: str) -> torch.Tensor:
         return self.wanted[name]

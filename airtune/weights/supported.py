@@ -97,8 +97,12 @@ def refuse_storage(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
                 raise _quantised(tensor.file, {f"{method} (tensor {name})"})
     foreign = [name for name, tensor in tensors.items() if tensor.dtype not in allowed]
     if foreign:
-        first = [f"{name} ({tensors[name].dtype})" for name in foreign]
-        raise _quantised(tensors[foreign[0]].file, {f"{len(foreign)} tensors: {listed(first)}"})
+        file, first = tensors[foreign[0]].file, [f"{name} ({tensors[name].dtype})" for name in foreign]
+        unless = "" if said else " without a quantization_config in config.json"
+        raise CheckpointError(
+            f"{file}: {len(foreign)} tensors are of a dtype that cannot be streamed{unless}: {listed(first)}."
+            f" {SUPPORTED}. Use the model's unquantised checkpoint."
+        )
 
 
 def _quantised(where: Path, methods: Collection[str]) -> CheckpointError:

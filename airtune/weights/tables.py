@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from airtune.weights.checkpoint import StoredTensor
 from airtune.weights.file_map import FileMap
+from airtune.weights.header import StoredTensor
 from airtune.weights.lazy import WeightSource
 from airtune.weights.memory import available_memory_nbytes
 from airtune.weights.pieces import Piece
@@ -62,13 +62,9 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, piece: Piece, row: tuple[int, ...]) -> Shard:
-        source = piece.source
-        width = math.prod(row) * source.dtype.itemsize
+        width = math.prod(row) * piece.source.dtype.itemsize
         first, count = piece.into // width, piece.nbytes // width
-        offset = source.offset + piece.offset
-        return cls(
-            first, first + count, StoredTensor(source.file, offset, piece.nbytes, source.dtype, (count, *row))
-        )
+        return cls(first, first + count, piece.stored((count, *row)))
 
     def cut(self, start: int, stop: int) -> Shard:
         """Its rows among [start, stop), in a table that begins at `start`; possibly none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -826,8 +827,10 @@ def test_an_error_in_the_layer_leaves_nothing_behind(backward: bool) -> None:
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:
-    """As any function is about to begin, which is where Python takes notice of Ctrl-C."""
-    x, at, calls = batch(3), 0, 0
+    """As any function is about to begin, which is where Python takes notice of Ctrl-C. The error is kept, as
+    notebooks do, and with it whatever was open.
+    """
+    x, at, calls, kept = batch(3), 0, 0, list[BaseException]()
 
     def count(frame: FrameType, event: str, arg: object) -> None:
         nonlocal calls
@@ -842,12 +845,30 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
         try:
             sys.settrace(count)
             weighted(layer((x,), {}, 3)).backward()
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt as interrupt:
+            kept[:] = [interrupt]
         finally:
             sys.settrace(None)
         assert [module.down.weight, module.up.weight] == own
         assert_equal(gradients((x * x).sum(), x), (2 * x.detach(),))
+
+
+def test_no_gradient_comes_after_an_interrupt(sim: Simulator) -> None:
+    """Adapters' gradients are added in the accelerator's own thread, beside the layers before them."""
+    first, second = (stream(Lora().double(), device="sim:0") for _ in range(2))
+    loss = weighted(second((first((batch(3),), {}, 3),), {}, 3))
+
+    def interrupt(direction: Direction) -> None:
+        raise KeyboardInterrupt
+
+    first.weights.visit = interrupt  # type: ignore[method-assign, assignment]
+    weight = second.module.down.weight
+    weight.register_hook(lambda grad: time.sleep(0.1))
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    weight.grad = None
+    time.sleep(0.3)
+    assert weight.grad is None
 
 
 def test_a_failed_proof_leaves_every_module_in_its_mode() -> None:

@@ -123,7 +123,7 @@ def test_the_device_takes_no_more_than_the_budget_however_many_the_tokens(
 def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     hidden_ND, weight_VD, _, labels_N = problem(5, torch.float32)
     labels_N[2] = token
-    with pytest.raises(ValueError, match="tokens lie in"):
+    with pytest.raises(ValueError, match="labels lie in"):
         token_log_probs(hidden_ND, ResidentHead(weight_VD, 7), labels_N, block_bytes=1 << 20)
 
 

@@ -106,11 +106,8 @@ def test_base_model_must_be_known(tmp_path: Path):
     "lora",
     [
         {"use_rslora": True},
-        {"use_dora": True},
         {"rank_pattern": {"q_proj": 2}},
         {"alpha_pattern": {"q_proj": 2}},
-        {"bias": "lora_only"},
-        {"modules_to_save": ["norm"]},
     ],
 )
 def test_beyond_plain_lora_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture, lora: dict):

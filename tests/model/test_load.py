@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import airtune
 from airtune.model import assembly
@@ -271,7 +271,8 @@ def test_a_hub_id_goes_through_the_checkpoint(folder: Path, monkeypatch: pytest.
     model = airtune.load("someone/a-model", lora=lora(), revision="v2", device="cpu")
     assert opened == [("someone/a-model", "v2", False)]
     assert isinstance(model, PeftModel) and model.get_base_model().name_or_path == "someone/a-model"
-    assert model.peft_config["default"].base_model_name_or_path == "someone/a-model"
+    config = model.peft_config["default"]
+    assert (config.base_model_name_or_path, config.revision) == ("someone/a-model", "v2")
 
 
 @pytest.mark.parametrize("asked", [None, "auto", "sdpa", "eager"])
@@ -474,6 +475,11 @@ def test_a_text_decoder_of_a_composite_type_and_a_borrowed_class_belong() -> Non
         (lambda model: model.gradient_checkpointing_enable(), "recomputes each layer"),
         (lambda model: model.activation_checkpointing_enable(), "recomputes each layer"),
         (lambda model: model.get_base_model().model.gradient_checkpointing_enable(), "recomputes each layer"),
+        (lambda model: model.get_base_model().save_pretrained("nowhere"), "Save the adapter"),
+        (lambda model: model.resize_token_embeddings(8), "on a resident model"),
+        (lambda model: model.to("meta"), "moved or cast"),
+        (lambda model: model.get_base_model().half(), "moved or cast"),
+        (lambda model: model.get_base_model().model.to_empty(device="cpu"), "moved or cast"),
     ],
     ids=[
         "merge",
@@ -484,6 +490,11 @@ def test_a_text_decoder_of_a_composite_type_and_a_borrowed_class_belong() -> Non
         "checkpointing",
         "by its new name",
         "inside",
+        "saving the base",
+        "more tokens",
+        "elsewhere",
+        "another dtype",
+        "without values",
     ],
 )
 def test_what_a_streamed_model_cannot_do_it_refuses(
@@ -494,6 +505,16 @@ def test_what_a_streamed_model_cannot_do_it_refuses(
     with pytest.raises(ValueError, match=message):
         act(model)
     assert torch.equal(logits(model), want)
+
+
+def test_the_librarys_own_trainer_trains_it_as_a_resident_one(folder: Path, tmp_path: Path) -> None:
+    """It moves every model to its device, which is the CPU."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in zoo.random_ids(4, 6).tolist()]
+    models = [streamed(folder, lora()), resident(folder, lora())]
+    for model in models:
+        options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True}
+        Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows).train()
+    assert relative_error(*map(adapter, models)) < 1e-4  # Adam divides by small numbers
 
 
 def test_a_second_saved_adapter_is_refused_and_its_own_reloads(folder: Path, saved: Path) -> None:

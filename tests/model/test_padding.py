@@ -61,7 +61,18 @@ def streamed(name: str, folder: Path, micro_batch_size: int) -> PeftModel:
 
 def batch_of(rows: list[Row], side: Side = "right") -> dict[str, Tensor]:
     # A pad id that is a word: were it not masked, it would be read.
-    return Collator(pad_id=7, padding_side=side)(rows)
+    batch = Collator(pad_id=7)(rows)
+    return batch if side == "right" else padded_left(batch)
+
+
+def padded_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The padding of each row before it, as where a model goes on with it; positions then have to be told."""
+    padding_B = (batch["attention_mask"] == 0).sum(1).tolist()
+    rolled = {
+        name: torch.stack([row_S.roll(n) for row_S, n in zip(tensor_BS, padding_B, strict=True)])
+        for name, tensor_BS in batch.items()
+    }
+    return rolled | {"position_ids": (rolled["attention_mask"].cumsum(1) - 1).clamp(min=0)}
 
 
 def alone(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:

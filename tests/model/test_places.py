@@ -136,7 +136,7 @@ def test_what_layers_leave_holds_graphs(sim: Simulator, tmp_path: Path, budget_n
 
 def test_on_the_cpu_graphs_take_no_more_than_layers(tmp_path: Path) -> None:
     model = airtune.load(zoo.make("llama", tmp_path), lora=lora("llama"))
-    stream, runs = airtune.stream_of(model), watch_runs(model)
+    runs = watch_runs(model)
     counts = []
     for length in (8, 8, 512, 512):
         runs.clear()
@@ -144,3 +144,17 @@ def test_on_the_cpu_graphs_take_no_more_than_layers(tmp_path: Path) -> None:
         counts.append(list(runs.values()))
     longer = [2, 2, 2, 1]  # the last layer's graph is there at the peak anyway
     assert counts == [longer, [1, 1, 1, 1], longer, longer]
+
+
+@pytest.mark.parametrize("budget_nbytes", [5_000_000, 7_000_000])
+def test_two_forward_passes_before_one_backward(sim: Simulator, tmp_path: Path, budget_nbytes: int) -> None:
+    """As preference losses want them: what is on the device for one is still there when the other runs."""
+    folder = zoo.make("llama", tmp_path)
+    sim.reset_peak()
+    start = sim.now()
+    model, _ = load("llama", folder, budget_nbytes)
+    ids_BS = zoo.random_ids(1, 256)
+    for _ in range(3):
+        one, other = (model.train()(input_ids=ids_BS, labels=ids_BS).loss for _ in range(2))
+        (one + 2 * other).backward()
+        assert sim.peak() - start <= budget_nbytes

@@ -91,3 +91,9 @@ def test_scores_are_chosen_by_name() -> None:
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="is no regular expression"):
         chosen_scores(["regex"], ignore_space=False, pattern="(")
+
+
+def test_words_of_scripts_without_spaces_are_characters() -> None:
+    """A sentence of them as one word would score 0 for anything but the same sentence."""
+    assert rouge_l("我叫 Juniper。", "我是 juniper 你好") == pytest.approx(2 * 2 / (3 + 5))
+    assert rouge_l("나는 학생", "나는 선생") == 0.5  # Korean has spaces

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -293,6 +294,18 @@ def test_wandb_that_cannot_start_never_kills_the_run(
     ours.on_log(args, state(1), CONTROL, logs={"loss": 2.0})
     ours.finish()
     assert "No more logging to W&B (CommError: no network); the run goes on" in caplog.text
+
+
+def test_wandb_does_not_hold_a_run_for_long(
+    tmp_path: Path, args: TrainingArguments, monkeypatch: pytest.MonkeyPatch
+):
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "7")
+    run = SimpleNamespace(define_metric=lambda *a, **k: None)
+    monkeypatch.setattr("wandb.init", lambda **options: given.update(options) or run)
+    tracker(tmp_path).on_train_begin(args, state(0), CONTROL)
+    asked = given["settings"].model_dump(exclude_unset=True)
+    assert asked["init_timeout"] == 20 and "finish_timeout" not in asked  # W&B reads the environment itself
 
 
 def test_wandb_that_breaks_later_is_said_once(

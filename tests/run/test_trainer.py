@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 from airtune.model.adapter_io import AdapterError, adapter_tensors, read_adapter
 from airtune.run.arguments import training_arguments
 from airtune.run.checkpoints import (
-    RunFolderError,
     held,
     incomplete,
     newest_checkpoint,
@@ -288,6 +287,13 @@ def test_what_the_optimizer_would_refuse_is_refused_at_once(tmp_path: Path, opti
         training_arguments(options, output_dir=tmp_path, seed=0)
 
 
+def test_an_evaluation_has_as_many_rows_a_pass_as_a_step(tmp_path: Path):
+    args = training_arguments({"per_device_train_batch_size": 64}, output_dir=tmp_path, seed=0)
+    assert args.per_device_eval_batch_size == 64
+    options = {"per_device_train_batch_size": 64, "per_device_eval_batch_size": 2}
+    assert training_arguments(options, output_dir=tmp_path, seed=0).per_device_eval_batch_size == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated.*:FutureWarning")
 def test_gradient_checkpointing_is_refused_under_its_old_name(tmp_path: Path):
     with pytest.raises(ValueError, match="activation_checkpointing cannot be used with streaming"):
@@ -428,10 +434,10 @@ def test_ten_comes_after_nine(tmp_path: Path):
 
 
 def test_nothing_to_resume_from_is_an_error(tmp_path: Path):
-    with pytest.raises(RunFolderError, match="there is no folder"):
+    with pytest.raises(ValueError, match="there is no folder"):
         open_run_folder(tmp_path / "none", resume=True)
     (tmp_path / ".checkpoint-3.partial").mkdir()
-    with pytest.raises(RunFolderError, match="holds no complete checkpoint"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
         open_run_folder(tmp_path, resume=True)
 
 
@@ -439,10 +445,10 @@ def test_a_folder_in_use_is_an_error_that_says_what_to_do(tmp_path: Path):
     assert open_run_folder(tmp_path / "new", resume=False) is None
     assert open_run_folder(tmp_path, resume=False) is None
     (tmp_path / "adapter").mkdir()
-    with pytest.raises(RunFolderError, match=r"not empty \(it holds adapter\).*resume=true"):
+    with pytest.raises(ValueError, match=r"not empty \(it holds adapter\).*resume=true"):
         open_run_folder(tmp_path, resume=False)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="is a file"):
+    with pytest.raises(ValueError, match="is a file"):
         open_run_folder(tmp_path / "file", resume=False)
 
 
@@ -454,7 +460,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path):
     ):
         pass
     (tmp_path / "run" / "config.yaml").write_text("")
-    with pytest.raises(RunFolderError, match="is not empty"), held(tmp_path / "run", resume=False):
+    with pytest.raises(ValueError, match="is not empty"), held(tmp_path / "run", resume=False):
         pass  # the other run began, and ended, while this one's model was loaded
     with held(tmp_path / "run", resume=True):
         pass

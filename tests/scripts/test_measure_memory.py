@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,18 +13,15 @@ import pytest
 
 from tests import zoo
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_memory.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 MB = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("measure_memory")
 
 
 def test_reads_what_the_kernel_says(script: ModuleType) -> None:

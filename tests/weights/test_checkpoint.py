@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import (
     GatedRepoError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -331,14 +332,15 @@ def test_storage_dtype_that_cannot_be_streamed(tmp_path: Path, dtype: torch.dtyp
         {"a": torch.zeros(1), "q": torch.zeros(8, dtype=torch.uint8).view(dtype)},
         tmp_path / "model.safetensors",
     )
-    refused(tmp_path, f"q ({dtype})", "1 tensors", "bfloat16, float16, float32")
+    why = "1 tensors are of a dtype that cannot be streamed without a quantization_config in config.json"
+    refused(tmp_path, f"{why}: q ({dtype})", "bfloat16, float16, float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.complex64])
 def test_storage_dtype_of_no_scheme(tmp_path: Path, dtype: torch.dtype) -> None:
     write_json(tmp_path / "config.json", {"quantization_config": {"quant_method": "fp8"}})
     save_file({"q": torch.zeros(8, dtype=torch.uint8).view(dtype)}, tmp_path / "model.safetensors")
-    refused(tmp_path, f"q ({dtype})")
+    refused(tmp_path, f"1 tensors are of a dtype that cannot be streamed: q ({dtype})")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -483,6 +485,18 @@ def hub_error(kind: type[Exception]) -> Exception:
 def test_hub_refusals_say_what_to_do(hub: FakeHub, kind: type[Exception], says: str, step: str) -> None:
     setattr(hub, step, hub_error(kind))
     refused("org/name", "at revision v2", says, revision="v2")
+
+
+def test_hub_says_why_its_list_cannot_be_had(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    save_file(tensors("a"), hub.cache / "model.safetensors")
+    hub.listing_error = HTTPError("403 Forbidden: the token may not read this")
+    assert list(Checkpoint.open("org/name")) == ["a"]
+    assert "403 Forbidden: the token may not read this" in caplog.text
+
+
+def test_hub_download_that_breaks_off(hub: FakeHub) -> None:
+    hub.download_error = HTTPError("the peer closed the connection")
+    refused("org/name", "the download stopped (HTTPError: the peer closed the connection)", "Start again")
 
 
 def test_hub_offline_and_not_in_the_cache(hub: FakeHub) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from airtune.model.experts import find_experts
 from airtune.model.layers import find_layers
 from airtune.model.skeleton import build_skeleton
 from airtune.weights.checkpoint import Checkpoint
-from airtune.weights.expert_plans import ExpertGroup
+from airtune.weights.expert_plans import ExpertGroup, can_be_cut
 from airtune.weights.file_map import FileMap
+from airtune.weights.header import StoredTensor
 from airtune.weights.image import load_tensor
 from airtune.weights.layout import plan_weights
+from airtune.weights.plans import Conversion, TensorPlan
 from airtune.weights.reader import ByteReader
+from airtune.weights.stand_in import StandIn
 from tests import zoo
 
 
@@ -80,3 +85,14 @@ def test_experts_that_are_turned_where_their_shape_says_so(tmp_path: Path, store
             for tensor, plan in group.plans(5).items():
                 got = load_tensor(plan, reader, files)
                 assert torch.equal(got.view(plan.shape)[0], want[tensor][5]), tensor
+
+
+@pytest.mark.parametrize("stored", [(4, 8, 2), (4, 4, 2)], ids=["rows are no experts", "experts are mixed"])
+def test_a_stack_that_cannot_be_cut(stored: tuple[int, int, int]) -> None:
+    source = StoredTensor(Path("x"), 0, math.prod(stored) * 4, torch.float32, stored)
+    turn = WeightConverter(["w"], ["stack"], operations=[Transpose(0, 1)])
+    shape = (stored[1], stored[0], stored[2])
+    asked = StandIn(None, {"stack": torch.empty(shape, device="meta")})
+    conversion = Conversion("stack", (("w", "w", source),), turn, asked)
+    assert conversion.outline()["stack"].shape == shape
+    assert not can_be_cut(TensorPlan("stack", torch.float32, shape, conversion, "stack", None))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from inspect import CO_GENERATOR
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -147,6 +151,50 @@ def test_the_last_one_may_have_been_given_back(open_bench: Any) -> None:
     bench.window.shrink()
     bench.window.places = 2
     bench.use(0)
+
+
+def test_a_use_that_was_left_open_is_forgotten_in_any_thread(open_bench: Any) -> None:
+    bench = open_bench(places=2)
+    (stack,) = bench.window.tensors(0).values()
+    left_open = [stack._source.part(3).read()]
+    left_open[0].__enter__()
+    with bench.window._lock:
+        other = threading.Thread(target=left_open.clear, daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), "it waits for the lock"
+    bench.use(0, 1, 2)
+    assert bench.there() == {1, 2}
+
+
+def test_an_interrupt_leaves_everything_as_it_was(open_bench: Any) -> None:
+    """As any function is about to begin, which is where Python takes notice of Ctrl-C; the error is kept for
+    a while, as notebooks do, and with it whatever was open.
+    """
+    bench, at, count, kept = open_bench(places=2), 0, 0, list[BaseException]()
+
+    def trace(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        # Not in what is closed or called when it is forgotten: there the interrupt has nobody to go to.
+        closed = frame.f_code.co_flags & CO_GENERATOR
+        count += not closed and "weakref" not in frame.f_code.co_filename
+        if count == at:
+            raise KeyboardInterrupt
+
+    while count == at:
+        at, count = at + 1, 0
+        torch.set_grad_enabled(False)
+        try:
+            sys.settrace(trace)
+            bench.window.hold((at + 4) % EXPERTS).__enter__()
+        except KeyboardInterrupt as interrupt:
+            kept.append(interrupt)
+        finally:
+            sys.settrace(None)
+            torch.set_grad_enabled(True)
+        kept.clear()
+        assert torch.is_grad_enabled()
+        bench.use((at + 1) % EXPERTS, (at + 2) % EXPERTS)
 
 
 def test_a_file_that_was_cut_short_is_said_when_the_expert_is_needed(open_bench: Any) -> None:

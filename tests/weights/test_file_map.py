@@ -79,6 +79,12 @@ def test_file_that_is_shorter_than_its_tensor(files: list[Path]) -> None:
         FileMap().tensor(stored(files[1], 39_996, (2,), torch.float32))
 
 
+def test_file_that_was_emptied(files: list[Path]) -> None:
+    os.truncate(files[1], 0)
+    with pytest.raises(CheckpointError, match=r"1\.safetensors: is empty.*Restore it"):
+        FileMap().tensor(stored(files[1], 8, (2,), torch.float32))
+
+
 def test_released_tensor_faults_back_in(files: list[Path]) -> None:
     file_map = FileMap()
     place = stored(files[2], 5, (2 * PAGE + 100,), torch.uint8)
@@ -112,6 +118,7 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     file = tmp_path / "large"
     file.touch()
     os.truncate(file, 400 * PAGE)
+    monkeypatch.setattr(file_map_module, "_can_populate", lambda: False)
     file_map = FileMap()
     advice = NotedAdvice(file_map.tensor(StoredTensor(file, 0, 1, torch.uint8, (1,))).data_ptr())
     monkeypatch.setattr(file_map_module, "_libc", advice)
@@ -140,10 +147,12 @@ def test_release_joins_ranges_that_share_a_page(noted: Callable[..., list[tuple[
     assert overlapping == [(0, 4 * PAGE, mmap.MADV_DONTNEED)]
 
 
+@pytest.mark.parametrize("what", ["announce", "populate"])
 def test_read_ahead_covers_every_byte_in_calls_that_are_served_whole(
-    noted: Callable[..., list[tuple[int, int, int]]],
+    noted: Callable[..., list[tuple[int, int, int]]], what: str
 ) -> None:
-    calls = noted("announce", (PAGE + 5, 399 * PAGE + 1))
+    """Also where the kernel cannot be asked to read at once."""
+    calls = noted(what, (PAGE + 5, 399 * PAGE + 1))
     assert calls[0][0] == PAGE and calls[-1][1] == 399 * PAGE + 1
     assert all(before[1] == after[0] for before, after in itertools.pairwise(calls))
     assert all(begin % PAGE == 0 and 0 < end - begin <= 2**17 for begin, end, _ in calls)

@@ -196,7 +196,10 @@ def test_a_conversion_with_several_results_runs_once(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Conversion, "convert", counted)
     image = LayerImage.of(converted, map_files=True)
-    fill(image)
+    with ByteReader(threads=1) as reader:
+        filling = Filling(image, reader, FileMap())
+        filling.write(torch.empty(image.nbytes, dtype=torch.uint8), 0, image.nbytes)
+    assert not any(filling._converted.values()), "a result is kept until its turn, and no longer"
     assert sorted(calls) == sorted({p.conversion.target for p in converted}) and len(calls) < len(converted)
     sources = {key: stored for p in converted for key, _, stored in p.conversion.sources}
     assert image.read_nbytes == sum(stored.nbytes for stored in sources.values())

@@ -194,7 +194,7 @@ def test_pieces_are_what_the_converter_makes(case: str) -> None:
         assert torch.equal(moved.view(wanted[name].shape), wanted[name])
 
 
-def test_converting_shares_the_operations(tmp_path: Path) -> None:
+def test_converting_shares_the_operations() -> None:
     """They may hold a quantizer and its config: too much to copy for each expert that is decoded."""
 
     class Operation(Transpose):
@@ -287,6 +287,16 @@ def test_an_extra_tensor_is_named(mixtral: tuple[PreTrainedModel, Stored], name:
         plan_weights(model, {**stored, name: stored["model.norm.weight"]})
 
 
+def test_extra_tensors_are_called_what_the_checkpoint_calls_them(
+    mixtral: tuple[PreTrainedModel, Stored],
+) -> None:
+    model, stored = mixtral
+    extra = {k.replace("layers.1.", "layers.9."): s for k, s in stored.items() if EXPERT in k}
+    with pytest.raises(CheckpointError) as caught:
+        plan_weights(model, {**stored, **extra})
+    assert f"no place for: {', '.join(sorted(extra))}. Check" in str(caught.value)
+
+
 def test_an_extra_tensor_on_the_models_ignore_list_is_fine(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(zoo.make("qwen3_5__vl", tmp_path))
     extra: Any = {**checkpoint, "mtp.norm.weight": next(iter(checkpoint.values()))}
@@ -336,6 +346,17 @@ def test_two_tensors_for_one_place_are_an_error(mixtral: tuple[PreTrainedModel, 
     twice = {**stored, Q_PROJ.removeprefix("model."): stored[Q_PROJ]}
     with pytest.raises(CheckpointError, match="more than one tensor for"):
         plan_weights(model, twice)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_a_stack_beside_the_experts_that_make_it_is_an_error(
+    mixtral: tuple[PreTrainedModel, Stored], name: str
+) -> None:
+    """A converter has no use for it, and would leave it out without a word."""
+    model, stored = mixtral
+    stack = f"model.layers.1.mlp.experts.{name}"
+    with pytest.raises(CheckpointError, match=f"more than one tensor for {stack}: {stack}, .*and .* more"):
+        plan_weights(model, {**stored, stack: stored[Q_PROJ]})
 
 
 def test_an_empty_checkpoint_names_a_few_and_counts_the_rest(mixtral: tuple[PreTrainedModel, Stored]) -> None:

@@ -19,7 +19,6 @@ class Counting(WeightSource):
     def __init__(self, tensor: Tensor, reads: list[str], name: str = "whole") -> None:
         super().__init__(tensor.to("meta"), tensor.device)
         self.tensor, self.reads, self.name = tensor, reads, name
-        self.inside = 0
 
     @contextmanager
     def read(self) -> Iterator[Tensor]:
@@ -53,6 +52,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze and permute": lambda w: w[None].permute(2, 0, 1),
     "view of a view": lambda w: w.T[1:].unbind(0)[1],
     "detach": lambda w: w.detach(),
+    "unsafe chunk": lambda w: torch.unsafe_chunk(w, 2)[1],
+    "unsafe split": lambda w: torch.unsafe_split_with_sizes(w, [1, 3])[1],
 }
 
 
@@ -116,6 +117,8 @@ def test_writing_is_refused() -> None:
     got, reads = lazy(torch.zeros(2, 2))
     with pytest.raises(RuntimeError, match="frozen"):
         got.add_(1)
+    with pytest.raises(RuntimeError, match="frozen"):
+        torch._foreach_add_([torch.zeros(2, 2), got], 1)
     total = torch.zeros(2, 2)
     total.add_(got)
     assert reads == ["whole"]

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -523,6 +524,27 @@ def test_a_visit_inside_a_visit(make: Callable[..., Streamed], inner: tuple[int,
             streamed.visit(index, direction="backward")
             streamed.residency._worker.submit(lambda: None).result()
         assert streamed.right(2)
+
+
+def test_a_visit_that_an_interrupt_left_open_is_forgotten_in_any_thread(
+    make: Callable[..., Streamed],
+) -> None:
+    residency = make(places=1).residency
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with residency.visit(0, "forward"):
+            yield
+
+    left_open = [around()]
+    left_open[0].__enter__()
+    with residency._lock:
+        other = threading.Thread(target=left_open.clear, daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), "it waits for the lock"
+    with residency.visit(1, "forward"):
+        assert set(residency._present) == {1}
 
 
 def test_a_visit_after_close_is_refused_every_time(make: Callable[..., Streamed]) -> None:

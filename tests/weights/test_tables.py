@@ -79,6 +79,14 @@ def test_lookups(tmp_path: Path, rows: list[int], pair: tuple[torch.dtype, torch
         assert torch.equal(F.embedding(IDS[4], lazy), whole[IDS[4]])
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_mask_is_no_list_of_rows(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole, table = stored_table(tmp_path, [4, 5], torch.bfloat16, torch.float32)
+    mask = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 1], dtype=dtype)
+    assert torch.equal(LazyTensor(table)[mask], whole[mask])
+
+
 @pytest.mark.parametrize("rows", SHARDS, ids=str)
 def test_rows_in_a_row(tmp_path: Path, rows: list[int]) -> None:
     whole, table = stored_table(tmp_path, rows, torch.bfloat16, torch.float32)

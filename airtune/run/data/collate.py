@@ -2,11 +2,8 @@
 
 B rows, S positions (the longest row decides).
 
-Training pads on the right: whatever looks back only (attention, a convolution, a recurrent state) meets the
-padding after the row. Where the last position of every row has to be a token, as when it is gone on from,
-padding is on the left, and two things change. Positions no longer start at column 0, and models count from
-there unless they are told, so the batch brings `position_ids`. And a recurrent state reads the padding first:
-that is right as far as a model's layers zero what the mask hides, which those of transformers do.
+Padding is on the right: whatever looks back only (attention, a convolution, a recurrent state) meets it after
+the row.
 
 Padding is known by length alone. Many tokenizers pad with their EOS token, so a mask made by comparing ids
 would also hide the EOS at the end of each answer, and the model would never learn to stop.
@@ -22,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,21 +34,18 @@ class Collator:
     """Pads rows of {"input_ids", "labels"}. Padding is `pad_id`, label -100, attention 0."""
 
     pad_id: int
-    padding_side: Literal["right", "left"] = "right"
 
     @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, padding_side: Literal["right", "left"] = "right"
-    ) -> Collator:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Collator:
         """Pads with the tokenizer's pad token, else with EOS, else with 0: masked padding may be any id."""
         if tokenizer.pad_token_id is not None:
-            return cls(tokenizer.pad_token_id, padding_side)
+            return cls(tokenizer.pad_token_id)
         pad_id = 0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         logger.info("the tokenizer has no pad token: padding with id %d, which is masked", pad_id)
-        return cls(pad_id, padding_side)
+        return cls(pad_id)
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """`input_ids`, `labels` and `attention_mask`, each int64 [B, S]; on the left also `position_ids`."""
+        """`input_ids`, `labels` and `attention_mask`, each int64 [B, S]."""
         lengths = [len(row["input_ids"]) for row in rows]
         B, S = len(rows), max(lengths)
         if B > 1 and S == B:
@@ -61,12 +54,8 @@ class Collator:
         labels_BS = torch.full((B, S), IGNORED_LABEL, dtype=torch.int64)
         mask_BS = torch.zeros((B, S), dtype=torch.int64)
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            tokens = slice(length) if self.padding_side == "right" else slice(S - length, S)
-            ids_BS[b, tokens] = torch.as_tensor(row["input_ids"])
-            labels_BS[b, tokens] = torch.as_tensor(row["labels"])
-            labels_BS[b, tokens][0] = IGNORED_LABEL  # or padding on the left would be asked to predict it
-            mask_BS[b, tokens] = 1
-        batch = {"input_ids": ids_BS, "labels": labels_BS, "attention_mask": mask_BS}
-        if self.padding_side == "left":
-            batch["position_ids"] = (mask_BS.cumsum(dim=1) - 1).clamp(min=0)
-        return batch
+            ids_BS[b, :length] = torch.as_tensor(row["input_ids"])
+            labels_BS[b, :length] = torch.as_tensor(row["labels"])
+            mask_BS[b, :length] = 1
+        labels_BS[:, 0] = IGNORED_LABEL  # nothing predicts a first token
+        return {"input_ids": ids_BS, "labels": labels_BS, "attention_mask": mask_BS}

@@ -33,6 +33,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -207,9 +208,16 @@ def _known(paths: list[Path], source: str, weight: float) -> list[DataFile]:
     if not files:
         raise ValueError(f"{source} holds no data file: expected names that end in {', '.join(KINDS)}")
     if others:
-        left_out = "%s: %d data files; %d others are left out, such as %s"
-        logger.info(left_out, source, len(files), len(others), others[0])
+        _say_once(
+            f"{source}: {len(files)} data files; {len(others)} others are left out, such as {others[0]}"
+        )
     return files
+
+
+@cache
+def _say_once(line: str) -> None:
+    """A command looks for its files early, to say what is wrong with them, and again when it reads them."""
+    logger.info("%s", line)
 
 
 def _kind(path: Path) -> str | None:

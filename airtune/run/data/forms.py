@@ -38,13 +38,14 @@ FORMS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "tokens": ("input_ids",),
 }
+CONVERSATIONS = ("messages", "sharegpt", "alpaca")  # the forms whose rows all are conversations
 _WITH_MESSAGES = ("system", "tools", "functions")
 ALSO_READ: dict[str, tuple[str, ...]] = {
     "messages": _WITH_MESSAGES,
     "sharegpt": _WITH_MESSAGES,
     "alpaca": ("input", "history", *_WITH_MESSAGES),
     "prompt_completion": _WITH_MESSAGES,
-    "preference": ("prompt", "messages", "conversations", *_WITH_MESSAGES),
+    "preference": ("prompt", "messages", "conversations", "instruction", "input", "history", *_WITH_MESSAGES),
     "text": (),
     "tokens": ("labels", "attention_mask"),
 }

@@ -80,9 +80,8 @@ def show(stream: TextIO, pieces: Iterable[str]) -> None:
             stream.write(piece.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), stream.fileno()
-        )  # or Python complains when it flushes at exit
+        # Or Python complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _histogram(data: PreparedData) -> str:

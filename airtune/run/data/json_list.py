@@ -126,9 +126,7 @@ def _elements(scanner: _Scanner, name: str, *, around: int) -> Iterator[tuple[in
         depth += (token in _OPEN) - (token in _CLOSE)
         if depth == 0 or (depth == 1 and token == _COMMA):
             element = scanner.buffer[scanner.start : scanner.at - 1]
-            if (
-                element.strip() or depth or count
-            ):  # an empty list has no element, one that ends in a comma has
+            if element.strip() or depth or count:  # [] has no element, [1,] has an empty one
                 blank = element[: len(element) - len(element.lstrip())]
                 yield scanner.line + blank.count(b"\n"), element.strip()
             count += 1

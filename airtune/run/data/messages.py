@@ -27,11 +27,7 @@ ROLES: dict[str, str] = {  # what a role is called: what it becomes
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai", "bing", "bard"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # as transformers, which gives templates each other's
+REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers gives templates each other's
 CALL_ROLES = ("function_call", "tool_call", "tool_calls")  # a turn whose content is the call
 _OWN_FIELDS = ("role", "from", "content", "value", "weight", "tool_calls", "function_call")
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from transformers import PreTrainedTokenizerBase
 
@@ -66,7 +67,9 @@ class _Preparation:
             summary.first_dropped[reason] = self.rows.first_skipped[reason]
         summary.read += sum(self.rows.skipped.values())
         if not summary.used:
-            raise ValueError(f"no row is left to train on (max_length {self.max_length}):\n{summary}")
+            raise ValueError(
+                f"no row is left of {self.rows.names} (max_length {self.max_length}):\n{summary}"
+            )
         summary.notes += self.writer.notes() + _straddling_note(straddling)
         return summary
 
@@ -140,10 +143,7 @@ def prepare(
     rows = open_rows(sources, format=format, bad_rows=bad_rows, seed=seed)
     writer = ScriptWriter(tokenizer, rows.form, learn_on, chat_template)
     preparation = _Preparation(rows, writer, Encoder(tokenizer), max_length, overlong)
-    if cache_folder is not None and not all(file.paths for file in rows.files):
-        logger.info("rows of the hub may change unseen: they are prepared for this run alone")
-        cache_folder = None
-    if cache_folder is None:
+    if cache_folder is None or not _can_keep(rows, cache_folder):
         data = rows_of_this_run(preparation.fill)
     else:
         options = {"format": format, "learn_on": learn_on, "max_length": max_length, "overlong": overlong}
@@ -152,6 +152,19 @@ def prepare(
     for note in data.summary.notes:
         logger.warning("%s", note)
     return data
+
+
+def _can_keep(rows: Rows, folder: Path) -> bool:
+    if not all(file.paths for file in rows.files):
+        logger.info("rows of the hub may change unseen: they are prepared for this run alone")
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        logger.warning("rows are prepared for this run alone: they cannot be kept (%s)", error)
+        return False
+    return True
 
 
 def _check_options(max_length: int, overlong: str) -> None:

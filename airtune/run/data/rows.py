@@ -67,6 +67,11 @@ class Rows:
         assert self._form is not None
         return self._form
 
+    @property
+    def names(self) -> str:
+        """Of the files, the first few."""
+        return ", ".join(file.name for file in self.files[:3]) + (", ..." if len(self.files) > 3 else "")
+
     def __iter__(self) -> Iterator[Row]:
         self.skipped.clear()
         self.first_skipped.clear()
@@ -134,9 +139,8 @@ class Rows:
         logger.info("form: %s, %s%s", form, how, unread)
 
     def _no_rows(self) -> str:
-        named = ", ".join(file.name for file in self.files[:3]) + (", ..." if len(self.files) > 3 else "")
         skipped = [f"{count} skipped, {self.first_skipped[kind]}" for kind, count in self.skipped.items()]
-        return "\n".join([f"no rows in {named}", *skipped])
+        return "\n".join([f"no rows in {self.names}", *skipped])
 
 
 def _pick(rows: Iterator[Row], share: float, draws: random.Random) -> Iterator[Row]:

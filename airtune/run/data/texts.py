@@ -25,7 +25,14 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from airtune.run.data.chat import ChatRenderer
-from airtune.run.data.forms import IGNORED_LABEL, Continuation, Conversation, PlainText, Tokens
+from airtune.run.data.forms import (
+    CONVERSATIONS,
+    IGNORED_LABEL,
+    Continuation,
+    Conversation,
+    PlainText,
+    Tokens,
+)
 from airtune.run.data.templates import Span, resolve_template
 
 _ANSWERS = ("assistant", "last_assistant", "all")
@@ -39,7 +46,6 @@ LEARN_ON: Mapping[str, tuple[str, ...]] = {
     "text": ("assistant", "all"),  # "assistant" is what the option says when nobody set it
     "tokens": ("assistant", "all"),
 }
-_CONVERSATIONS = ("messages", "sharegpt", "alpaca")  # the forms whose rows all need a chat template
 _ENDLESS = "ends an answer without a special token: from those the model does not learn to stop"
 _UNREASONED = "writes none of the reasoning: it is not learned"
 
@@ -71,7 +77,7 @@ class ScriptWriter:
         self.learn_on = learn_on
         self.chat_template = chat_template
         self._untaught: dict[str, tuple[int, str]] = {}  # what: in how many conversations, where the first is
-        if form in _CONVERSATIONS:
+        if form in CONVERSATIONS:
             _ = self.renderer  # that there is no template is no fault of the first row
 
     def write(self, content: Conversation | Continuation | PlainText | Tokens, where: str) -> Script | Tokens:
@@ -112,14 +118,12 @@ class ScriptWriter:
     def _check_tokens(self, tokens: Tokens) -> None:
         size, labels = self._vocabulary_size, tokens.labels
         for i, id in enumerate(tokens.ids):
-            if not 0 <= id < size:
+            if id >= size:
                 raise ValueError(f"id {i} is {id}, but the tokenizer has the ids 0 to {size - 1}")
         if labels is None:
             return
         if self.learn_on == "all":
             raise ValueError("labels say what is learned, so learn_on=all cannot: take one of them away")
-        if len(labels) != len(tokens.ids):
-            raise ValueError(f"{len(labels)} labels for {len(tokens.ids)} ids, expected one label an id")
         for i, (id, label) in enumerate(zip(tokens.ids, labels, strict=True)):
             if label not in (id, IGNORED_LABEL):
                 raise ValueError(

@@ -13,8 +13,8 @@ Where bitsandbytes has kernels for 4 bits they decode (2048 x 2048 on one CPU th
 ms); on other devices the formula does, to the same bits. The CPU kernel takes a matrix row by row and is
 wrong where a row is no whole number of blocks. Handed a block as a row it is right for every shape.
 
-It gives up double rounding in one case: bitsandbytes decodes to the dtype that the weight was packed from,
-and only then is it cast to another one. So are these.
+It rounds twice where the model computes in another dtype than the weight was packed from: like bitsandbytes,
+it decodes to the latter first.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
 from airtune.weights.header import CheckpointError
-from airtune.weights.packed.decode import COMPUTE_DTYPES, Decoder, PlainModules
+from airtune.weights.packed.decode import COMPUTE_DTYPES, PlainModules
 from airtune.weights.packed.row_blocks import in_rows
+from airtune.weights.stand_in import StandIn
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -37,10 +38,9 @@ class _Decompress(ConversionOps):
     def convert(  # type: ignore[override]
         self,
         input_dict: dict[str, list[torch.Tensor]],
-        source_patterns: list[str],
         target_patterns: list[str],
         full_layer_name: str,
-        model: Decoder,
+        model: StandIn,
         **kwargs: object,
     ) -> dict[str, list[torch.Tensor]]:
         dtype = model.get_parameter(full_layer_name).dtype

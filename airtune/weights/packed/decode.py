@@ -15,19 +15,17 @@ It gives up the time to decode: two or three passes over the weight's memory, th
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
+from airtune.weights.file_map import FileMap
 from airtune.weights.header import CheckpointError, StoredTensor, listed
 from airtune.weights.lazy import WeightSource
-from airtune.weights.stand_in import StandIn
 
 # What a layer can compute in. Anything else that stands for numbers is packed.
 COMPUTE_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -92,23 +90,6 @@ def _is_of_quantizer(operation: object) -> bool:
 # What is stored for one weight
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The tensors that are stored for one weight: {serialized name: (checkpoint key, tensor)}."""
-
-    tensors: Mapping[str, tuple[str, StoredTensor]]
-
-    @property
-    def module(self) -> str:
-        return self.key_of("").rstrip(".")
-
-    def key_of(self, name: str) -> str:
-        """The key that `name` has, or would have."""
-        other, (key, _) = next(iter(self.tensors.items()))
-        # Renaming changes at most the last part of a key here: `.scale` for `.weight_scale_inv`.
-        return (key.removesuffix(other) if key.endswith(other) else key.rpartition(".")[0] + ".") + name
-
-
 def is_packed(scheme: Scheme, sources: Iterable[Source]) -> bool:
     """Whether any of the sources is more than a plain weight; if so, all of them must be there.
 
@@ -116,15 +97,12 @@ def is_packed(scheme: Scheme, sources: Iterable[Source]) -> bool:
         CheckpointError: a weight without its scale, a scale without its weight, two tensors for one place.
     """
     packed, faults = False, []
-    for weight in _by_weight(scheme, sources):
-        dtypes = {name: stored.dtype for name, (_, stored) in weight.tensors.items()}
-        required = scheme.required(weight.module, dtypes)
+    for stem, tensors in _by_weight(scheme, sources):
+        dtypes = {name: stored.dtype for name, (_, stored) in tensors.items()}
+        required = scheme.required(stem.rstrip("."), dtypes)
         packed |= bool(required)
-        faults += [
-            f"{weight.key_of(name)} (for {next(iter(weight.tensors.values()))[0]})"
-            for name in required
-            if name not in weight.tensors
-        ]
+        present, _ = next(iter(tensors.values()))
+        faults += [f"{stem}{name} (for {present})" for name in required if name not in tensors]
     if faults:
         raise CheckpointError(
             f"packed weights are not complete: the checkpoint is missing {listed(faults)}. "
@@ -133,37 +111,37 @@ def is_packed(scheme: Scheme, sources: Iterable[Source]) -> bool:
     return packed
 
 
-def _by_weight(scheme: Scheme, sources: Iterable[Source]) -> list[_Stored]:
-    """All for one module tensor, so that nothing but the numbers in their keys tells weights apart."""
+def _by_weight(
+    scheme: Scheme, sources: Iterable[Source]
+) -> Iterable[tuple[str, dict[str, tuple[str, StoredTensor]]]]:
+    """(how its keys begin, {serialized name: (checkpoint key, tensor)}) of each weight.
+
+    All are for one module tensor, so that nothing but the numbers in their keys tells weights apart.
+    """
     names = [n for group in scheme.serialized_names.values() for n in group]
-    found: dict[tuple[str, ...], dict[str, tuple[str, StoredTensor]]] = defaultdict(dict)
+    found: dict[tuple[str, ...], tuple[str, dict[str, tuple[str, StoredTensor]]]] = {}
     for key, pattern, stored in sources:
         name = max((n for n in names if f".{pattern}".endswith(f".{n}")), key=len, default=None)
         if name is None:
             continue
-        tensors = found[pattern.removesuffix(name), *re.findall(r"\d+", key.removesuffix(name))]
+        # Renaming changes at most the last part of a key here: `.scale` for `.weight_scale_inv`.
+        stem = key.removesuffix(name) if key.endswith(name) else key.rpartition(".")[0] + "."
+        which = (pattern.removesuffix(name), *re.findall(r"\d+", key.removesuffix(name)))
+        _, tensors = found.setdefault(which, (stem, {}))
         if name in tensors:
             raise CheckpointError(f"the checkpoint has more than one tensor for {tensors[name][0]}: {key}")
         tensors[name] = (key, stored)
-    return [_Stored(tensors) for tensors in found.values()]
+    return found.values()
 
 
 def read_described(scheme: Scheme, sources: Iterable[Source]) -> dict[str, torch.Tensor]:
     """{checkpoint key: tensor on the host} of those sources that describe the others."""
+    files = FileMap()
     return {
-        key: _read_small(stored)
+        key: files.tensor(stored).clone()
         for key, pattern, stored in sources
         if any(pattern == name or pattern.endswith(f".{name}") for name in scheme.described)
     }
-
-
-def _read_small(stored: StoredTensor) -> torch.Tensor:
-    with stored.file.open("rb") as stream:
-        stream.seek(stored.offset)
-        content = bytearray(stream.read(stored.nbytes))
-    if not content:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    return torch.frombuffer(content, dtype=torch.uint8).view(stored.dtype).view(stored.shape)
 
 
 def refuse_undecoded(target: str, dtype: torch.dtype, sources: Sequence[Source]) -> None:
@@ -180,23 +158,6 @@ def refuse_undecoded(target: str, dtype: torch.dtype, sources: Sequence[Source])
 
 
 # Decoding
-
-
-class Decoder(StandIn):
-    """What a conversion that decodes asks for besides the packed tensors.
-
-    Args:
-        described: what was read on the host, by checkpoint key.
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig | None,
-        wanted: Mapping[str, torch.Tensor],
-        described: dict[str, torch.Tensor],
-    ) -> None:
-        super().__init__(config, wanted)
-        self.described = described
 
 
 class Decoded(WeightSource):

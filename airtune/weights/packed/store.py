@@ -20,7 +20,7 @@ from typing import BinaryIO
 import torch
 
 from airtune.durable import alone_in, put, write_whole
-from airtune.weights.checkpoint import Checkpoint
+from airtune.weights.checkpoint import CODE_FILES, SMALL_FILES, Checkpoint
 from airtune.weights.file_map import FileMap
 from airtune.weights.header import listed
 from airtune.weights.packed.manifest import (
@@ -38,8 +38,8 @@ from airtune.weights.packed.shards import Shard, Weight
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
-# Beside the weights: what a tokenizer needs, a model's own code, and the terms of use.
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
+# What lies beside the weights. Templates that have names (one for tools, ...) are in a folder of their own.
+_COPIED = (*SMALL_FILES, *CODE_FILES, "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")
 _NOT_COPIED = (MANIFEST, UNFINISHED, "config.json", _INDEX)
 
 
@@ -88,7 +88,9 @@ class PackedStore:
         manifest = replace(manifest, files=whole)
         manifest.write(folder / UNFINISHED)
         for file in self._small_files():
-            write_whole(folder / file.name, file.read_bytes())
+            copy = folder / file.relative_to(self.source.folder)
+            copy.parent.mkdir(exist_ok=True)
+            write_whole(copy, file.read_bytes())
         started, done_nbytes = time.perf_counter(), 0
         for shard in missing:
             written = self._write_shard(folder, shard, device)
@@ -166,7 +168,7 @@ class PackedStore:
         write_whole(folder / "config.json", json.dumps(self.config, indent=2).encode())
 
     def _small_files(self) -> list[Path]:
-        found = {file for pattern in _SMALL_FILES for file in self.source.folder.glob(pattern)}
+        found = {file for pattern in _COPIED for file in self.source.folder.glob(pattern)}
         return sorted(file for file in found if file.is_file() and file.name not in _NOT_COPIED)
 
 

@@ -26,19 +26,17 @@ def rows_of(lengths: list[int]) -> list[Row]:
     return [{"input_ids": [i + 1] * n, "labels": [-100] + [i + 1] * (n - 1)} for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_rows_of_a_batch_are_named_by_file_and_line(tmp_path: Path, side: str) -> None:
+def test_rows_of_a_batch_are_named_by_file_and_line(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, {"text": "yes"}, {"text": ""}, {"text": "no no"}, {"text": "one"})
     data = prepare(path, tiny_tokenizer())
-    batch = Collator(pad_id=0, padding_side=side)([data[1], data[2]])  # the empty text is dropped
+    batch = Collator(pad_id=0)([data[1], data[2]])  # the empty text is dropped
     assert name_rows([batch], data) == f"rows {path}:3, {path}:4"
     plain = [data[i] for i in range(3)]
     assert name_rows([batch], plain) == "rows 1, 2 of the training data (counted from 0)"
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_counts_know_no_padding(side: str) -> None:
-    batch = Collator(pad_id=1, padding_side=side)(rows_of([5, 2, 3]))
+def test_counts_know_no_padding() -> None:
+    batch = Collator(pad_id=1)(rows_of([5, 2, 3]))
     assert (token_count(batch), supervised_count(batch)) == (10, 7)
 
 

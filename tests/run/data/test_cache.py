@@ -245,3 +245,13 @@ def test_two_that_want_the_same_rows_prepare_them_once(
         thread.join()
     assert len(got) == 3 and list(got[0]) == list(got[1]) == list(got[2])
     assert counted.calls == 1
+
+
+def test_where_nothing_can_be_kept_rows_are_prepared_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A home that cannot be written to, as in many containers, is no reason not to train."""
+    (tmp_path / "file").touch()
+    rows = write_jsonl(tmp_path, {"text": "yes"})
+    assert len(prepare(rows, tiny_tokenizer(), cache_folder=tmp_path / "file" / "x")) == 1
+    assert "rows are prepared for this run alone: they cannot be kept ([Errno 20]" in caplog.text

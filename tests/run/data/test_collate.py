@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from airtune.run.data.batches import supervised_count, token_count
 from airtune.run.data.collate import Collator
 from airtune.run.data.prepare import prepare
 from tests.tiny_tokenizer import (
@@ -39,22 +38,6 @@ def test_a_batch_of_rows_is_never_square(rows: int, length: int, padded: int) ->
     assert {tuple(tensor.shape) for tensor in batch.values()} == {(rows, padded)}
     assert batch["attention_mask"].sum().item() == rows * length
     assert batch["labels"].ne(-100).sum().item() == rows * (length - 1)  # nothing predicts a first token
-
-
-def test_padding_on_the_left_moves_everything_and_says_the_positions() -> None:
-    rows = [
-        {"input_ids": [5, 6], "labels": [5, 6]},  # its first token now stands after padding: not learned
-        {"input_ids": [7, 8, 9, 9, 2], "labels": [-100, -100, 9, 9, 2]},
-    ]
-    batch = Collator(pad_id=2, padding_side="left")(rows)
-    assert batch["input_ids"].tolist() == [[2, 2, 2, 5, 6], [7, 8, 9, 9, 2]]
-    assert batch["labels"].tolist() == [[-100, -100, -100, -100, 6], [-100, -100, 9, 9, 2]]
-    assert batch["attention_mask"].tolist() == [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
-    assert batch["position_ids"].tolist() == [[0, 0, 0, 0, 1], [0, 1, 2, 3, 4]]
-    right = Collator.of(tiny_tokenizer())(rows)
-    assert "position_ids" not in right  # models count from column 0 by themselves
-    assert supervised_count(batch) == supervised_count(right) == 4
-    assert token_count(batch) == token_count(right) == 7
 
 
 def test_a_tokenizer_without_pad_token_pads_with_something_masked(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,15 @@ def test_the_form_is_found_and_logged_once(
     assert ("these fields are not used: id" in caplog.text) == ("id" in row)
 
 
+def test_a_question_that_the_chosen_answer_needs_is_not_called_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"instruction": "Say", "input": "yes", "chosen": "yes", "rejected": "no", "id": 7}
+    with caplog.at_level(logging.INFO, logger="airtune"):
+        list(open_rows(write_jsonl(tmp_path, row), format="preference"))
+    assert caplog.text.rstrip().endswith("these fields are not used: id")
+
+
 def test_a_form_may_be_forced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     both = write_jsonl(tmp_path, {"text": "x", "prompt": "p", "completion": "c"})
     with pytest.raises(ValueError, match=r"rows.jsonl:1: the row could be any of prompt_completion, text"):

@@ -101,10 +101,8 @@ def test_notes_reach_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     ("tokens", "learn_on", "complaint"),
     [
         (Tokens([5, 379], None), "assistant", "id 1 is 379, but the tokenizer has the ids 0 to 378"),
-        (Tokens([5, -1], None), "assistant", "id 1 is -1"),
         (Tokens([5, 6], [-100, 5]), "assistant", "label 1 is 5, expected 6 .* or -100"),
         (Tokens([5, 6], [6, -100]), "assistant", "label 0 is 6, expected 5"),  # shifted already
-        (Tokens([5, 6], [5]), "assistant", "1 labels for 2 ids"),
         (Tokens([5, 6], [5, 6]), "all", "labels say what is learned"),
     ],
 )

@@ -43,13 +43,13 @@ def skeleton(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     )
 
 
-def plan(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, dict[str, TensorPlan]]:
+def plan(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, TensorPlan]:
     model = skeleton(folder, dtype)
     scheme = take_scheme(model)
-    return model, plan_weights(model, Checkpoint.open(folder), scheme)
+    return plan_weights(model, Checkpoint.open(folder), scheme)
 
 
-def load(plans: Mapping[str, TensorPlan], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def load(plans: Mapping[str, TensorPlan]) -> dict[str, torch.Tensor]:
     files = FileMap()
     with ByteReader(threads=1) as reader:
         return {name: load_tensor(plan, reader, files) for name, plan in plans.items()}
@@ -81,16 +81,16 @@ def test_every_tensor_is_the_librarys(scheme: str, tmp_path: Path, monkeypatch: 
     folder = packed.make(scheme, tmp_path)
     for dtype, numel in ((torch.float32, 2**22), (torch.bfloat16, 32 * 64)):
         monkeypatch.setattr(row_blocks, "_BLOCK_NUMEL_ON_CPU", numel)
-        model, plans = plan(folder, dtype)
+        plans = plan(folder, dtype)
         wanted = packed.dense_twin(scheme, folder, dtype).state_dict()
-        got = load(plans, model)
+        got = load(plans)
         assert got.keys() == wanted.keys()
         assert [n for n in got if got[n].dtype != wanted[n].dtype or not torch.equal(got[n], wanted[n])] == []
         assert sum(plan.packed for plan in plans.values()) >= 8
 
 
 def test_weights_beside_packed_ones_stay_what_they_are(tmp_path: Path) -> None:
-    _, plans = plan(packed.make("fp8", tmp_path))
+    plans = plan(packed.make("fp8", tmp_path))
     plain = [name for name, plan in plans.items() if not plan.packed]
     assert all(plans[name].lands for name in plain)
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in plain} >= {
@@ -104,21 +104,21 @@ def test_experts_that_are_not_packed_are_reads_into_place(tmp_path: Path) -> Non
     """The conversion of packed experts is there, and not needed."""
     folder = zoo.make("deepseek_v3", tmp_path, shard_size="1GB")
     packed.describe(folder, packed.fp8_settings(32))
-    _, plans = plan(folder)
+    plans = plan(folder)
     assert all(plan.lands for plan in plans.values())
 
 
 @pytest.mark.parametrize("scheme", ["fp8 experts", "int4 experts", "mxfp4 experts", "fp8 and int4 experts"])
 def test_one_expert_is_its_part_of_the_stack(scheme: str, tmp_path: Path) -> None:
-    model, plans = plan(packed.make(scheme, tmp_path))
+    plans = plan(packed.make(scheme, tmp_path))
     path = f"{LAYER if scheme != 'int4 experts' else 'model.layers.2'}.mlp.experts"
     names = {f"{path}.gate_up_proj", f"{path}.down_proj"}
     group = ExpertGroup(1, path, {name: plans[name] for name in names})
-    whole = load(group.stacks, model)
+    whole = load(group.stacks)
     for expert in (0, 5):
         alone = group.plans(expert)
         assert alone.keys() == names and all(plan.packed for plan in alone.values())
-        for name, tensor in load(alone, model).items():
+        for name, tensor in load(alone).items():
             assert torch.equal(tensor, whole[name][expert : expert + 1])
         sources = [stored.nbytes for plan in alone.values() for _, stored in plan.conversion.travels()]
         stack = [s.nbytes for plan in group.stacks.values() for _, s in plan.conversion.travels()]
@@ -174,12 +174,12 @@ def test_experts_that_are_packed_as_a_stack(tmp_path: Path) -> None:
     experts = packed.Packed("gpt_oss", pack, {}, FineGrainedFP8Config, re.compile(r"experts\.\w+_proj$"))
     packed.edit(folder, lambda tensors: packed.pack_all(tensors, experts))
     packed.describe(folder, packed.fp8_settings(48))
-    model, plans = plan(folder)
-    got = load(plans, model)
+    plans = plan(folder)
+    got = load(plans)
     assert len(wanted) == 8 and all(torch.equal(got[name], want) for name, want in wanted.items())
     name = f"{LAYER}.mlp.experts.down_proj"
     alone = ExpertGroup(1, name, {name: plans[name]}).plans(5)
-    assert torch.equal(load(alone, model)[name], wanted[name][5:6])
+    assert torch.equal(load(alone)[name], wanted[name][5:6])
     without(folder, f"{name}_scale_inv")
     refused(folder, f"missing {name}_scale_inv")
 
@@ -193,13 +193,13 @@ def test_scales_that_do_not_fit_the_weight(tmp_path: Path) -> None:
 
 def test_scales_under_another_name(tmp_path: Path) -> None:
     folder = packed.make("fp8", tmp_path)
-    model, plans = plan(folder)
-    want = load(plans, model)
+    plans = plan(folder)
+    want = load(plans)
     packed.edit(
         folder, lambda tensors: {k.replace("weight_scale_inv", "scale"): t for k, t in tensors.items()}
     )
-    model, plans = plan(folder)
-    assert all(torch.equal(tensor, want[name]) for name, tensor in load(plans, model).items())
+    plans = plan(folder)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in load(plans).items())
     without(folder, f"{Q_PROJ}.scale")
     refused(folder, f"{Q_PROJ}.weight")
 
@@ -207,8 +207,8 @@ def test_scales_under_another_name(tmp_path: Path) -> None:
 def test_a_half_that_is_not_packed(tmp_path: Path) -> None:
     """Of a fused weight one half may be stored as it is computed with."""
     folder = packed.make("int4 experts", tmp_path)
-    model, plans = plan(folder)
-    want = load(plans, model)
+    plans = plan(folder)
+    want = load(plans)
 
     def unpack_up(tensors: packed.Tensors) -> packed.Tensors:
         made = {}
@@ -222,9 +222,9 @@ def test_a_half_that_is_not_packed(tmp_path: Path) -> None:
         return made
 
     packed.edit(folder, unpack_up)
-    model, plans = plan(folder)
+    plans = plan(folder)
     assert [name for name, plan in plans.items() if name.endswith("gate_up_proj") and plan.packed]
-    assert all(torch.equal(tensor, want[name]) for name, tensor in load(plans, model).items())
+    assert all(torch.equal(tensor, want[name]) for name, tensor in load(plans).items())
 
 
 # What is not complete
@@ -281,7 +281,7 @@ def test_integers_are_not_taken_for_numbers(dtype: torch.dtype, tmp_path: Path) 
 def test_a_scale_of_activations_is_not_read(tmp_path: Path) -> None:
     folder = packed.make("fp8", tmp_path)
     packed.edit(folder, lambda tensors: {**tensors, f"{Q_PROJ}.activation_scale": torch.ones(1)})
-    _, plans = plan(folder)
+    plans = plan(folder)
     keys = [key for key, _ in plans[f"{Q_PROJ}.weight"].conversion.travels()]
     assert keys == [f"{Q_PROJ}.weight", f"{Q_PROJ}.weight_scale_inv"]
 
@@ -301,13 +301,13 @@ def test_a_config_of_the_text_model(tmp_path: Path) -> None:
     """Image-text models may have it there, and tensors of other parts that are not packed."""
     scheme = packed.PACKED["int4 experts"]
     folder = zoo.make("kimi_k25", tmp_path, shard_size="1GB")
-    before = load(plan(folder)[1], skeleton(folder))
+    before = load(plan(folder))
     packed.edit(folder, lambda tensors: packed.pack_all(tensors, scheme))
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["quantization_config"] = scheme.settings
     (folder / "config.json").write_text(json.dumps(config))
-    model, plans = plan(folder)
-    got = load(plans, model)
+    plans = plan(folder)
+    got = load(plans)
     assert got.keys() == before.keys()
     assert {name for name, plan in plans.items() if plan.packed} == {
         name for name, tensor in got.items() if not torch.equal(tensor, before[name])
@@ -379,6 +379,6 @@ def test_rows_that_share_no_whole_number_of_entries_stay_together() -> None:
 
 def test_a_decoded_weight_is_frozen(tmp_path: Path) -> None:
     """One of transformers' operations returns a parameter that wants a gradient."""
-    model, plans = plan(packed.make("mxfp4 experts", tmp_path))
-    made = load({"w": plans[f"{LAYER}.mlp.experts.down_proj"]}, model)["w"]
+    plans = plan(packed.make("mxfp4 experts", tmp_path))
+    made = load({"w": plans[f"{LAYER}.mlp.experts.down_proj"]})["w"]
     assert not made.requires_grad and not isinstance(made, nn.Parameter)

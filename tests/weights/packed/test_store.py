@@ -85,6 +85,14 @@ def test_its_files(source: Path, tmp_path: Path) -> None:
     assert all(stored.offset % stored.dtype.itemsize == 0 for stored in Checkpoint.open(store).values())
 
 
+def test_a_template_for_tools_comes_along(source: Path, tmp_path: Path) -> None:
+    """transformers takes it when a conversation has tools, and the default one where it is not there."""
+    named = Path("additional_chat_templates") / "tool_use.jinja"
+    (source / named).parent.mkdir()
+    (source / named).write_text("{{ tools }}")
+    assert (write(source, tmp_path / "packed") / named).read_text() == "{{ tools }}"
+
+
 @pytest.mark.parametrize("weights", [0, 11, 27])
 def test_killed_it_goes_on(
     weights: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
