@@ -23,9 +23,8 @@ import sys
 import time
 from pathlib import Path
 
-from _bench import Memory, checkpoint
+from _bench import Memory, checkpoint, environment
 
-SCRIPTS = Path(__file__).resolve().parent
 INTERVAL_S = 0.01
 
 
@@ -74,10 +73,8 @@ def measure(folder: Path, steps: int, rows: int, tokens: int) -> bool:
     # PEFT asks every model for a property that transformers renamed: no news to whoever reads the figures.
     command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--watched", str(folder)]
     command += ["--steps", str(steps), "--rows", str(rows), "--tokens", str(tokens)]
-    path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    ) as process:
+    env = environment(os.cpu_count() or 1)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         peak = watch(process)
         assert process.stdout is not None
         said = process.stdout.read()

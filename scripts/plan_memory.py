@@ -35,9 +35,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from airtune.model.assembly import WINDOW_NBYTES
+from airtune.model.experts import LEAST_EXPERTS
 from airtune.model.layers import find_layers
 from airtune.model.skeleton import build_skeleton
-from airtune.weights.expert_plans import LEAST_EXPERTS
 from airtune.weights.experts import LEAST_PLACES
 
 TRAINED_NBYTES = 16  # an adapter's parameter: fp32 value, gradient and two moments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -65,8 +64,7 @@ def head_weights(
     head = cast(nn.Linear, model.get_output_embeddings())
     rows: Rows
     if is_one_view(plan):
-        piece = (plan.pieces or ())[0]
-        stored = replace(piece.source, offset=piece.source.offset + piece.offset, nbytes=piece.nbytes)
+        stored = (plan.pieces or ())[0].stored(plan.shape)
         rows = FileRows(stored, view_stored(plan, files), reader, files)
     elif head.weight.is_meta:
         rows = TensorRows(load_tensor(plan, reader, files))

@@ -21,9 +21,6 @@ from airtune.weights.layout import source_number
 from airtune.weights.pieces import Piece, cut_pieces
 from airtune.weights.plans import Conversion, TensorPlan
 
-# Fewer experts than this are hardly ever routed between: heads, directions or shared experts, used together.
-LEAST_EXPERTS = 4
-
 
 @dataclass(frozen=True)
 class ExpertGroup:
